@@ -1,0 +1,3 @@
+from openkda.cli import main
+
+main()

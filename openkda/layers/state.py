@@ -1,0 +1,50 @@
+"""What a layer remembers of the tokens it has seen, one dataclass a layer kind; a model's state is a tuple of them.
+
+Row n belongs to sequence n (batch row, or member of a pack). Padding never enters a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class KDAState:
+    """Constant size, whatever the length: 64 KiB a head in float32 at K = V = 128, plus the convolution tails.
+
+    recurrent: [N, HV, K, V] float32.
+    conv_q, conv_k: [N, H * K, W - 1]; conv_v: [N, HV * V, W - 1]: the last W - 1 inputs of each short
+    convolution, newest last, in the activations' dtype.
+    """
+
+    recurrent: Tensor
+    conv_q: Tensor
+    conv_k: Tensor
+    conv_v: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.recurrent, self.conv_q, self.conv_k, self.conv_v))
+
+
+@dataclass
+class MLAState:
+    """Grows by kv_lora_rank + qk_rope_head_dim values a token (576 in Kimi K3), shared by all heads.
+
+    latent: [N, capacity, R] normalised latent followed by the shared key; row n is valid in [0, length[n]).
+    length: [N] int64. capacity >= max(length): appending within it copies nothing old.
+    """
+
+    latent: Tensor
+    length: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the valid entries (capacity not yet used is not counted)."""
+        return int(self.length.sum()) * self.latent.shape[-1] * self.latent.element_size()
+
+
+LayerState = KDAState | MLAState
+ModelState = tuple[LayerState, ...]

@@ -1,0 +1,1 @@
+"""Whole models: config, stacking, presets, checkpoints."""

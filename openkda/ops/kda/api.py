@@ -1,0 +1,170 @@
+"""The contract of Kimi Delta Attention: signature, meaning, and which implementation runs.
+
+Per token and value head, with S in R^{K x V}, a = exp(log decay) in (0, 1]^K and b in [0, 1]:
+
+    S <- Diag(a) S                     forget, each key channel at its own rate
+    S <- S + b k (v - S^T k)^T         write the error of the state's own prediction for k
+    o  = scale * S^T q                 read
+
+Source: Kimi Linear report (arXiv 2510.26692) eq. 1; Kimi K3 report, section 2.1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from types import ModuleType
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from openkda.ops.kda.call import KDACall, KDAOutput
+from openkda.ops.kda.gate import Gate
+from openkda.ops.kda.validate import validate, validate_step
+
+__all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "KDACall", "KDAOutput", "kda", "kda_step"]
+
+log = logging.getLogger("openkda.ops.kda")
+
+L2NORM_EPS = 1e-6
+"""Added to the SUM of squares by every path: x / sqrt(sum x^2 + eps) (Kimi K3 modelling code)."""
+
+IMPLEMENTATIONS = ("hopper", "triton", "chunkwise", "reference")
+"""In order of preference. Each is a module of this folder with `refusals(call) -> list[str]` and `run(call)`."""
+
+Num = Float[Tensor, "..."]
+
+
+def kda(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV K"],
+    beta: Float[Tensor, "B T HV"],
+    *,
+    gate: Gate | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "_n HV _k _v"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, _n1] | None = None,
+    use_qk_l2norm: bool = False,
+    use_beta_sigmoid: bool = False,
+    state_indices: Int[Tensor, _n] | None = None,
+    state_positions: Int[Tensor, _p] | None = None,
+    state_v_first: bool = False,
+    state_dtype: torch.dtype | None = None,
+    check_inputs: bool = False,
+    impl: str | None = None,
+) -> KDAOutput:
+    """Kimi Delta Attention over whole sequences, for training and prefill.
+
+    Args:
+        q, k: [B, T, H, K], one dtype out of float16, bfloat16, float32, float64. Keys are expected to have unit
+            length, or `use_qk_l2norm=True` makes them so: with |k| > 1 the recurrence itself may grow.
+        v: [B, T, HV, V], same dtype. HV is a multiple of H; value head h reads query/key head h // (HV / H).
+        g: [B, T, HV, K]. Without `gate`: natural log of the decay per token, <= 0. With `gate`: its raw input.
+        beta: [B, T, HV] write strength in [0, 1], or its logit with `use_beta_sigmoid=True`.
+        gate: `SoftplusGate` (Kimi Linear) or `BoundedGate` (Kimi K3), applied to g inside, in float32.
+        scale: factor on q; default K ** -0.5.
+        initial_state: [N, HV, K, V], N sequences (N = B, or the members of the pack). Default zeros.
+        output_final_state: also return the state after the last token of every sequence.
+        cu_seqlens: [N + 1] int32 or int64, 0 = first <= ... <= last = T: sequences packed along T (then B = 1). Empty and
+            one-token members are fine. On the CPU its values are checked here; on a GPU only under `check_inputs`
+            (the check would stall the stream).
+        use_qk_l2norm: x / sqrt(sum x^2 + 1e-6) on q and k, per head.
+        state_indices: [N] int32 or int64. `initial_state` is then a pool [P, HV, K, V] that is read and written IN PLACE,
+            sequence n in slot state_indices[n]; -1 = start from zeros and keep nothing. Not differentiable.
+        state_positions: [P] int, flat token rows b * T + t: also return the state right after each of these tokens.
+        state_v_first: states are [.., V, K] in and out.
+        state_dtype: dtype of states in and out: float32 (default; float64 for float64 inputs) or bfloat16.
+            The arithmetic on the state is float32 (float64) in any case.
+        check_inputs: also check values (finite, g <= 0 without a gate, cu_seqlens, slots and positions in range); on a
+            GPU this waits for the device.
+        impl: None chooses and logs why under "openkda.ops.kda"; "hopper", "triton", "chunkwise" or "reference" never fall
+            back: they raise NotImplementedError with every reason.
+
+    Returns: `KDAOutput(output [B, T, HV, V], final_state, states_at)`.
+    Raises: ValueError or TypeError, showing expected and received, before anything runs.
+    Differentiable in q, k, v, g, beta, the gate's tensors and initial_state, through output and states; once:
+    a second derivative is refused.
+    """
+    call = validate(
+        KDACall(
+            q, k, v, g, beta, gate,
+            q.shape[-1] ** -0.5 if scale is None else scale,
+            initial_state, output_final_state, cu_seqlens, use_qk_l2norm, use_beta_sigmoid,
+            state_indices, state_positions, state_v_first,
+            _default_state_dtype(q) if state_dtype is None else state_dtype,
+        ),
+        check_inputs,
+    )  # fmt: skip
+    return _choose(call, impl).run(call)
+
+
+def kda_step(
+    q: Float[Tensor, "N H K"],
+    k: Float[Tensor, "N H K"],
+    v: Float[Tensor, "N HV V"],
+    g: Float[Tensor, "N HV K"],
+    beta: Float[Tensor, "N HV"],
+    state: Float[Tensor, "_n HV _k _v"],
+    *,
+    gate: Gate | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    use_beta_sigmoid: bool = False,
+    state_indices: Int[Tensor, N] | None = None,
+    state_v_first: bool = False,
+    check_inputs: bool = False,
+    impl: str | None = None,
+) -> tuple[Float[Tensor, "N HV V"], Float[Tensor, "_n HV _k _v"]]:
+    """One token for each of N states: the decoding step. Arguments as in `kda`, without the T axis.
+
+    Without `state_indices`, `state` [N, HV, K, V] is left untouched and the new state is returned. With it, `state` is a pool:
+    row n updates slot state_indices[n] in place (-1: the slot is untouched and the output row is zero) and the pool
+    itself is returned.
+    """
+    call = validate_step(
+        KDACall(
+            q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), g.unsqueeze(1), beta.unsqueeze(1), gate,
+            q.shape[-1] ** -0.5 if scale is None else scale,
+            state, True, None, use_qk_l2norm, use_beta_sigmoid, state_indices, None, state_v_first, state.dtype,
+        ),
+        check_inputs,
+    )  # fmt: skip
+    return _choose(call, impl).step(call)
+
+
+def _default_state_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"openkda.ops.kda.{name}")
+
+
+def _choose(call: KDACall, impl: str | None) -> ModuleType:
+    """The implementation's module; kernel languages are imported only when a CUDA tensor asks for them."""
+    if impl is not None:
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
+        reasons = _module(impl).refusals(call)
+        if reasons:
+            raise NotImplementedError(f"impl={impl!r} cannot run this call: " + "; ".join(reasons))
+        return _module(impl)
+    skipped: list[str] = []
+    for name in IMPLEMENTATIONS if call.q.is_cuda else ("chunkwise",):
+        reasons = _module(name).refusals(call)
+        if not reasons:
+            _log_once(name, call.q.device.type, tuple(skipped))
+            return _module(name)
+        skipped.append(f"not {name}: {', '.join(reasons)}")
+    raise NotImplementedError("no implementation can run this call: " + "; ".join(skipped))
+
+
+@cache
+def _log_once(name: str, device: str, skipped: tuple[str, ...]) -> None:
+    log.info("kda on %s runs %s%s", device, name, f" ({'; '.join(skipped)})" if skipped else "")

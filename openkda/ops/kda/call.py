@@ -1,0 +1,59 @@
+"""One validated call of the KDA op: what `api.kda` checks at the door and every implementation receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.gate import Gate
+
+
+class KDAOutput(NamedTuple):
+    """Result of `kda`.
+
+    output: [B, T, HV, V] in v's dtype.
+    final_state: [N, HV, K, V] ([N, HV, V, K] with state_v_first), or None unless asked for.
+    states_at: [P, HV, K, V] states after the tokens named by state_positions, or None.
+    """
+
+    output: Tensor
+    final_state: Tensor | None = None
+    states_at: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KDACall:
+    """Arguments of `kda` after validation; shapes as documented there. Implementations never re-check."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    gate: Gate | None
+    scale: float
+    initial_state: Tensor | None
+    output_final_state: bool
+    cu_seqlens: Tensor | None
+    use_qk_l2norm: bool
+    use_beta_sigmoid: bool
+    state_indices: Tensor | None
+    state_positions: Tensor | None
+    state_v_first: bool
+    state_dtype: torch.dtype
+
+    @property
+    def num_sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+    @property
+    def needs_grad(self) -> bool:
+        """True when autograd would record this call: some tensor that it reads requires a gradient."""
+        if not torch.is_grad_enabled():
+            return False
+        gate = () if self.gate is None else (self.gate.A_log, self.gate.dt_bias)
+        tensors = (self.q, self.k, self.v, self.g, self.beta, self.initial_state, *gate)
+        return any(t is not None and t.requires_grad for t in tensors)

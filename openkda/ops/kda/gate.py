@@ -1,0 +1,81 @@
+"""The two decay gates: from a raw gate input z to the log decay log(alpha) <= 0 of every key channel.
+
+    SoftplusGate   log alpha = -exp(A_log) * softplus(z + dt_bias)          in (-inf, 0)   Kimi Linear
+    BoundedGate    log alpha = m * sigmoid(exp(A_log) * (z + dt_bias))      in (m, 0)      Kimi K3, m = -5
+
+The bounded form is a scaled sigmoid, not a clamp of the softplus form. Its reason to exist: over a tile of
+16 tokens the summed log decay stays above 16 * m = -80, so exp(+80) still fits float32 and the tile's
+scores are two plain matmuls. An unbounded gate has no such tile and must take pairwise differences.
+Source: Kimi K3 report, section 2.1.1, eq. 5; Kimi Linear report, appendix C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+LOWER_BOUND_RANGE = (-5.0, 0.0)  # half open: -5 is allowed, 0 is not
+
+
+def _shifted(z: Tensor, dt_bias: Tensor | None) -> Tensor:
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return z if dt_bias is None else z + dt_bias.view(z.shape[-2:])
+
+
+def _per_head(A_log: Tensor) -> Tensor:
+    return A_log.reshape(-1, 1)  # [HV] or the published [1, 1, HV, 1] -> [HV, 1]
+
+
+@dataclass(frozen=True, eq=False)
+class SoftplusGate:
+    """Unbounded gate of Kimi Linear.
+
+    A_log: [HV] (any shape with HV elements), float32. dt_bias: [HV, K] (or [HV * K]) float32, or None for 0.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor | None = None
+
+    @property
+    def lower_bound(self) -> float | None:
+        """Smallest log decay per token that this gate can give; None: unbounded."""
+        return None
+
+    def __call__(self, z: Float[Tensor, "... HV K"]) -> Float[Tensor, "... HV K"]:
+        """Raw gate input (any float dtype) -> natural log decay, float32 (float64 for float64 input)."""
+        z = _shifted(z, self.dt_bias)
+        return -_per_head(self.A_log).to(z.dtype).exp() * F.softplus(z)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundedGate:
+    """Bounded gate of Kimi K3: log decay in (lower_bound, 0), lower_bound in [-5, 0).
+
+    A_log: [HV] (any shape with HV elements) float32, or None for 0. dt_bias: as in `SoftplusGate`.
+    """
+
+    lower_bound: float = -5.0
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        low, high = LOWER_BOUND_RANGE
+        if not low <= self.lower_bound < high:
+            raise ValueError(
+                f"BoundedGate.lower_bound: expected a value in [{low}, {high}) (16 tokens of it must stay "
+                f"above -80 so that exp(80) fits float32), received {self.lower_bound}"
+            )
+
+    def __call__(self, z: Float[Tensor, "... HV K"]) -> Float[Tensor, "... HV K"]:
+        """Raw gate input (any float dtype) -> natural log decay, float32 (float64 for float64 input)."""
+        z = _shifted(z, self.dt_bias)
+        if self.A_log is not None:
+            z = _per_head(self.A_log).to(z.dtype).exp() * z
+        return self.lower_bound * torch.sigmoid(z)
+
+
+Gate = SoftplusGate | BoundedGate

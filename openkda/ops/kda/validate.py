@@ -1,0 +1,193 @@
+"""Checks at the door of `kda` and `kda_step`: every message shows what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.call import KDACall
+from openkda.ops.kda.gate import BoundedGate, SoftplusGate
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+def validate(call: KDACall, check_inputs: bool) -> KDACall:
+    """Raise ValueError/TypeError for a malformed call; else return it. Reads no tensor values on a GPU unless asked."""
+    _check_tokens(call)
+    _check_gate(call)
+    if not math.isfinite(call.scale):
+        _bad("scale", "a finite number", call.scale)
+    _check_packing(call, check_inputs)
+    _check_states(call)
+    on_cpu = call.q.device.type == "cpu"
+    for name, rows, low in (("state_indices", _slots(call), -1), ("state_positions", _tokens(call), 0)):
+        values = getattr(call, name)
+        if values is not None and (on_cpu or check_inputs):
+            _check_range(name, values, low, rows)
+    if call.state_indices is not None and (on_cpu or check_inputs):
+        used = call.state_indices[call.state_indices >= 0]
+        if used.unique().numel() != used.numel():
+            _bad("state_indices", "each slot at most once (two sequences would write one state)", used.tolist())
+    if check_inputs:
+        _check_values(call)
+    return call
+
+
+def validate_step(call: KDACall, check_inputs: bool) -> KDACall:
+    """As `validate`, for one token a row; rows are sequences and never packed."""
+    if call.state_dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        _bad("state dtype", "float32, bfloat16 (or float64 with float64 inputs)", call.state_dtype)
+    return validate(call, check_inputs)
+
+
+def _bad(name: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: expected {expected}, received {received}")
+
+
+def _check_tensor(name: str, t: object, like: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        _bad(name, "a torch.Tensor", type(t).__name__, TypeError)
+    if t.device != like.device:
+        _bad(f"{name}.device", f"{like.device} (that of q)", t.device)
+
+
+def _check_shape(name: str, t: Tensor, shape: tuple[int, ...], letters: str) -> None:
+    if tuple(t.shape) != shape:
+        _bad(f"{name}.shape", f"{letters} = {list(shape)}", list(t.shape))
+
+
+def _check_tokens(call: KDACall) -> None:
+    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
+    for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _check_tensor(name, t, q)
+        if t.dtype not in _FLOATS:
+            _bad(f"{name}.dtype", "float16, bfloat16, float32 or float64", t.dtype, TypeError)
+    if q.dim() != 4:
+        _bad("q.shape", "[B, T, H, K]", list(q.shape))
+    B, T, H, K = q.shape
+    _check_shape("k", k, (B, T, H, K), "[B, T, H, K]")
+    if v.dim() != 4 or v.shape[:2] != q.shape[:2]:
+        _bad("v.shape", f"[B, T, HV, V] = [{B}, {T}, HV, V]", list(v.shape))
+    HV, V = v.shape[2:]
+    if min(H, K, HV, V) < 1:
+        _bad("q, v sizes", "at least one head and one channel", f"H={H} K={K} HV={HV} V={V}")
+    if HV % H:
+        _bad("v heads HV", f"a multiple of the {H} query/key heads", HV)
+    _check_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
+    _check_shape("beta", beta, (B, T, HV), "[B, T, HV]")
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            _bad(f"{name}.dtype", f"{q.dtype} (that of q)", t.dtype, TypeError)
+
+
+def _check_gate(call: KDACall) -> None:
+    gate = call.gate
+    if gate is None:
+        return
+    if not isinstance(gate, SoftplusGate | BoundedGate):
+        _bad("gate", "None, SoftplusGate or BoundedGate", type(gate).__name__, TypeError)
+    HV, K = call.g.shape[2:]
+    if isinstance(gate, SoftplusGate) and gate.A_log is None:
+        _bad("SoftplusGate.A_log", f"a float tensor of HV = {HV} values", None)
+    for name, t, count in (("A_log", gate.A_log, HV), ("dt_bias", gate.dt_bias, HV * K)):
+        if t is None:
+            continue
+        _check_tensor(f"gate.{name}", t, call.q)
+        if t.dtype not in (torch.float32, torch.float64):
+            _bad(f"gate.{name}.dtype", "float32 (16-bit gate parameters stop learning)", t.dtype, TypeError)
+        if t.numel() != count:
+            _bad(f"gate.{name}", f"{count} values ({'HV' if name == 'A_log' else 'HV * K'})", list(t.shape))
+
+
+def _check_packing(call: KDACall, check_inputs: bool) -> None:
+    cu = call.cu_seqlens
+    if cu is None:
+        return
+    B, T = call.q.shape[:2]
+    _check_tensor("cu_seqlens", cu, call.q)
+    if cu.dtype not in _INTS:
+        _bad("cu_seqlens.dtype", "int32 or int64", cu.dtype, TypeError)
+    if cu.dim() != 1 or cu.numel() < 2:
+        _bad("cu_seqlens.shape", "[N + 1] with N >= 1", list(cu.shape))
+    if B != 1:
+        _bad("batch with cu_seqlens", "B = 1 (the pack lies along T)", f"B = {B}")
+    if cu.device.type == "cpu" or check_inputs:
+        if int(cu[0]) != 0 or int(cu[-1]) != T:
+            _bad("cu_seqlens", f"first value 0 and last value T = {T}", f"{int(cu[0])} and {int(cu[-1])}")
+        drops = (cu.diff() < 0).nonzero()
+        if drops.numel():
+            i = int(drops[0])
+            _bad("cu_seqlens", "values that never decrease", f"{int(cu[i])} then {int(cu[i + 1])} at index {i}")
+
+
+def _check_states(call: KDACall) -> None:
+    allowed = (torch.promote_types(call.q.dtype, torch.float32), torch.bfloat16)
+    if call.state_dtype not in allowed:
+        _bad("state_dtype", " or ".join(map(str, allowed)), call.state_dtype, TypeError)
+    (HV, K), V, N = call.g.shape[2:], call.v.shape[3], call.num_sequences
+    state, slots = call.initial_state, call.state_indices
+    if state is not None:
+        _check_tensor("initial_state", state, call.q)
+        if state.dtype != call.state_dtype:
+            _bad("initial_state.dtype", f"{call.state_dtype} (state_dtype)", state.dtype, TypeError)
+        tail = (HV, V, K) if call.state_v_first else (HV, K, V)
+        first = N if slots is None else (state.shape[0] if state.dim() else 0)
+        letters = f"[{'N' if slots is None else 'P'}, HV, {'V, K' if call.state_v_first else 'K, V'}]"
+        _check_shape("initial_state", state, (first, *tail), letters)
+    if slots is not None:
+        _check_pool(call, slots, N)
+    if call.state_positions is not None:
+        _check_tensor("state_positions", call.state_positions, call.q)
+        if call.state_positions.dtype not in _INTS or call.state_positions.dim() != 1:
+            got = f"{call.state_positions.dtype} {list(call.state_positions.shape)}"
+            _bad("state_positions", "int32 or int64 of shape [P]", got)
+
+
+def _check_pool(call: KDACall, slots: Tensor, N: int) -> None:
+    if call.initial_state is None:
+        _bad("state_indices", "initial_state to be the pool it points into", "initial_state=None")
+    _check_tensor("state_indices", slots, call.q)
+    if slots.dtype not in _INTS:
+        _bad("state_indices.dtype", "int32 or int64", slots.dtype, TypeError)
+    _check_shape("state_indices", slots, (N,), "[N]")
+    if call.needs_grad:
+        _bad(
+            "state_indices",
+            "no gradients (the pool is written in place): use torch.no_grad()",
+            "inputs that require grad",
+        )
+
+
+def _slots(call: KDACall) -> int:
+    return 0 if call.initial_state is None else call.initial_state.shape[0]
+
+
+def _tokens(call: KDACall) -> int:
+    return call.q.shape[0] * call.q.shape[1]
+
+
+def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    outside = values[(values < low) | (values >= high)]
+    if outside.numel():
+        _bad(name, f"values in [{low}, {high})", int(outside[0]))
+
+
+def _check_values(call: KDACall) -> None:
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        t = getattr(call, name)
+        if t is not None and not bool(torch.isfinite(t).all()):
+            where = (~torch.isfinite(t)).nonzero()[0].tolist()
+            _bad(name, "finite values", f"{t[tuple(where)].item()} at {where}")
+    if call.gate is None and bool((call.g > 0).any()):
+        _bad("g", "log decay <= 0 (or pass its gate object)", f"maximum {call.g.max().item():.6g}")
+    if not call.use_beta_sigmoid and bool(((call.beta < 0) | (call.beta > 1)).any()):
+        got = f"range [{call.beta.min().item():.6g}, {call.beta.max().item():.6g}]"
+        _bad("beta", "values in [0, 1] (or logits with use_beta_sigmoid=True)", got)
+    if not call.use_qk_l2norm:
+        longest = call.k.float().norm(dim=-1).max().item() if call.k.numel() else 0.0
+        if longest > 1.01:
+            _bad("k", "keys of length <= 1 (or use_qk_l2norm=True): longer ones may grow the state", longest)
