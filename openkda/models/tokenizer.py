@@ -6,7 +6,6 @@ A checkpoint directory records its tokenizer (`save`), so that generation and ev
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,10 +70,9 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Backend
         except ModuleNotFoundError:
             raise ModuleNotFoundError(f"reading {path} needs tokenizers: pip install 'openkda[hf]'") from None
-        self.path = Path(path)
-        content = _read(self.path)
+        self._content = _read(Path(path))
         try:
-            self._backend = Backend.from_str(content)
+            self._backend = Backend.from_str(self._content)
         except Exception as error:  # the library raises plain Exception for every malformed file
             raise ValueError(f"{path}: expected a tokenizers file, received something else ({error})") from None
         self._backend.encode_special_tokens = True
@@ -93,10 +91,8 @@ class FileTokenizer:
         return self._backend.decode(kept, skip_special_tokens=True)
 
     def save(self, directory: Path) -> None:
-        target = Path(directory) / "tokenizer.json"
-        if self.path.resolve() != target.resolve():
-            shutil.copyfile(self.path, target)
-        _write_record(directory, {"kind": "tokenizers", "file": target.name})
+        _write_record(directory, {"kind": "tokenizers", "file": "tokenizer.json"})
+        (Path(directory) / "tokenizer.json").write_text(self._content, encoding="utf-8")
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
