@@ -1,0 +1,104 @@
+"""The contract of the norms. All of them compute in float32 (float64 for float64 input), whatever the input's dtype.
+
+    rms_norm         y = cast(x / sqrt(mean(x^2) + eps)) * weight
+    gated_rms_norm   y = cast(x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate))
+    l2norm           y = cast(x / sqrt(sum(x^2) + 1e-6))
+
+Where the cast stands is part of the contract: the published RMSNorm casts before the weight, the output norm of
+KDA once at the end. The eps of l2norm is added to the SUM; a mean-based norm with the same eps is off by a factor of the
+head size in it. Source: Kimi Linear modelling code; Kimi K3 report, section 2.1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from types import ModuleType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "gated_rms_norm", "l2norm", "rms_norm"]
+
+L2NORM_EPS = 1e-6
+"""Added to the sum of squares."""
+
+IMPLEMENTATIONS = ("reference",)
+"""In order of preference. Each is a module of this folder with `refusals(x)`, `rms_norm` and `gated_rms_norm`."""
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def rms_norm(
+    x: Float[Tensor, "... D"], weight: Float[Tensor, " D"], eps: float, *, impl: str | None = None
+) -> Float[Tensor, "... D"]:
+    """Root-mean-square norm over the last axis: normalised in float32, cast to x.dtype, then times weight.
+
+    Args:
+        x: [..., D], any float dtype. weight: [D], float32 or x.dtype. eps: added to the mean square.
+        impl: a name out of IMPLEMENTATIONS; None chooses.
+    Returns: [..., D] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
+    """
+    _check(x, weight, eps)
+    return _choose(x, impl).rms_norm(x, weight, eps)
+
+
+def gated_rms_norm(
+    x: Float[Tensor, "... V"],
+    gate: Float[Tensor, "... V"],
+    weight: Float[Tensor, " V"],
+    eps: float,
+    *,
+    impl: str | None = None,
+) -> Float[Tensor, "... V"]:
+    """Output norm of KDA: RMS norm, weight, sigmoid(gate), all in float32, one cast to x.dtype at the end.
+
+    Args:
+        x, gate: [..., V], any float dtypes, same shape. weight: [V], shared by all heads. eps: added to the mean square.
+        impl: a name out of IMPLEMENTATIONS; None chooses.
+    Returns: [..., V] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
+    """
+    _check(x, weight, eps)
+    _check_float("gate", gate)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate.shape: expected {list(x.shape)} (that of x), received {list(gate.shape)}")
+    return _choose(x, impl).gated_rms_norm(x, gate, weight, eps)
+
+
+def l2norm(x: Float[Tensor, "... K"]) -> Float[Tensor, "... K"]:
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis, float32 inside, in x.dtype. Finite gradient at x = 0."""
+    _check_float("x", x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(x.dtype)
+
+
+def _check_float(name: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, received {type(t).__name__}")
+    if t.dtype not in _FLOATS:
+        raise TypeError(f"{name}.dtype: expected float16, bfloat16, float32 or float64, received {t.dtype}")
+
+
+def _check(x: Tensor, weight: Tensor, eps: float) -> None:
+    _check_float("x", x)
+    _check_float("weight", weight)
+    if x.dim() < 1 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight.shape: expected {list(x.shape[-1:])} (last axis of x), received {list(weight.shape)}")
+    if weight.device != x.device:
+        raise ValueError(f"weight.device: expected {x.device} (that of x), received {weight.device}")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: expected a finite number >= 0, received {eps}")
+
+
+def _choose(x: Tensor, impl: str | None) -> ModuleType:
+    if impl is not None and impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
+    reasons: list[str] = []
+    for name in IMPLEMENTATIONS if impl is None else (impl,):
+        module = importlib.import_module(f"openkda.ops.norm.{name}")
+        refused = module.refusals(x)
+        if not refused:
+            return module
+        reasons += [f"{name}: {r}" for r in refused]
+    raise NotImplementedError("no norm implementation can run this call: " + "; ".join(reasons))

@@ -1,0 +1,27 @@
+"""The norms in plain torch with torch's own autograd: the truth on any device, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def refusals(x: Tensor) -> list[str]:
+    """Runs everything."""
+    return []
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `api.rms_norm`."""
+    return (_normalised(x, eps).to(x.dtype) * weight).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `api.gated_rms_norm`."""
+    y = _normalised(x, eps)
+    return (y * weight.to(y.dtype) * torch.sigmoid(gate.to(y.dtype))).to(x.dtype)
