@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or any file of the `tokenizers` library.
+"""Text to token ids and back: bytes, any file of the `tokenizers` library, or a tiktoken rank file.
 
 A checkpoint directory records its tokenizer (`save`), so that generation and evaluation find the right one.
 """
@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from openkda.models.tiktoken_file import RANK_FILE, load_tiktoken
 
 RECORD = "openkda_tokenizer.json"  # in a checkpoint directory: which tokenizer, and the file it reads
 
@@ -96,7 +98,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """The tokenizer named "bytes", of a `tokenizers` JSON file, or recorded in a checkpoint directory.
+    """The tokenizer named "bytes", of a `tokenizers` JSON or tiktoken rank file, or recorded in a checkpoint directory.
 
     Raises ValueError naming what was expected, FileNotFoundError for a path that does not exist.
     """
@@ -106,8 +108,10 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     if path.is_dir():
         return _from_directory(path)
     if not path.exists():
-        raise FileNotFoundError(f"tokenizer: expected 'bytes' or a tokenizers JSON file, received {str(path)!r}")
-    return FileTokenizer(path)
+        raise FileNotFoundError(
+            f"tokenizer: expected 'bytes', a tokenizers JSON file or a tiktoken rank file, received {str(path)!r}"
+        )
+    return load_tiktoken(path) if path.suffix in (".model", ".tiktoken") else FileTokenizer(path)
 
 
 def _from_directory(directory: Path) -> Tokenizer:
@@ -125,6 +129,8 @@ def _from_directory(directory: Path) -> Tokenizer:
         raise ValueError(f"{record}: expected kind 'bytes' or 'tokenizers', received {kind!r}")
     if (directory / "tokenizer.json").exists():
         return FileTokenizer(directory / "tokenizer.json")
+    if (directory / RANK_FILE).exists():
+        return load_tiktoken(directory)
     raise FileNotFoundError(f"{directory}: expected {RECORD} or tokenizer.json in it, found neither")
 
 
