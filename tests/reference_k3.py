@@ -3,7 +3,8 @@
 It takes what the publisher ships, the dictionary of config.json and the dictionary of tensors under their published names, and
 imports nothing of the package. It was written from the published descriptions alone (Kimi Linear report, arXiv
 2510.26692; Kimi K3 report, arXiv 2607.24653; Attention Residuals, arXiv 2603.15031), before the package's layers were
-read, so that a misread fact in one of the two shows up as a difference. Slow on purpose: one token, one head, one expert at a time.
+read, so that a misread fact in one of the two shows up as a difference.
+Slow on purpose: one token, one head, one expert at once.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class ReferenceKimi:
         rows = []
         for t in range(x.shape[0]):
             biased = scores[t] + self.t(at + "gate.e_score_correction_bias")
-            chosen = sorted(range(c["num_experts"]), key=lambda e: -float(biased[e]))[: c["num_experts_per_token"]]  # noqa: B023
+            chosen = sorted(range(c["num_experts"]), key=lambda e: -float(biased[e]))[: c["num_experts_per_token"]]
             p = torch.stack([scores[t, e] for e in chosen])
             if c["moe_renormalize"]:
                 p = p / (p.sum() + 1e-20)
