@@ -84,7 +84,7 @@ def unpack_mxfp4(
     return reference.unpack_mxfp4(packed, scale, dtype)
 
 
-def check_scales(name: str, scale: UInt8[Tensor, "..."]) -> None:
+def check_scales(name: str, scale: UInt8[Tensor, " ..."]) -> None:
     """Raise ValueError, naming the first place, where a scale byte is 255 (NaN)."""
     bad = (scale == NAN_SCALE).nonzero()
     if bad.numel():
