@@ -1,0 +1,171 @@
+"""The Kimi Delta Attention layer: projections, short convolutions, gates, the op, gated norm.
+
+    q, k = silu(conv(W_q x)), silu(conv(W_k x))     l2-normalised per head       v = silu(conv(W_v x))
+    log a = gate(W_f2 W_f1 x)                       per key channel; W_f1 is a bottleneck of kda_head_dim
+    b     = sigmoid(W_b x)                          per head
+    o     = KDA(q, k, v, log a, b)                  openkda/ops/kda/api.py
+    y     = W_o [RMSNorm(o) * sigmoid(W_g x)]       W_g one matrix (Kimi K3) or two (Kimi Linear)
+
+Source: Kimi Linear report (arXiv 2510.26692), section 3; Kimi K3 report, section 2.1. Parameter names are those of the
+published checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from openkda.layers.config import KDAConfig
+from openkda.layers.norm import GatedRMSNorm
+from openkda.layers.packing import check_cu_seqlens, pack, padding_of, unpack
+from openkda.layers.parameters import Float32Parameters, fill, fill_constant, fill_uniform, init_weights
+from openkda.layers.short_conv import ShortConvolution
+from openkda.layers.state import KDAState
+from openkda.ops.kda.api import kda, kda_step
+from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
+
+DT_RANGE = (1e-3, 1e-1)  # dt_bias starts as the inverse softplus of a log-uniform draw from here
+A_RANGE = (1.0, 16.0)  # exp(A_log) of the softplus gate starts uniform here; A_log of the bounded gate starts at 0
+
+
+class KimiDeltaAttention(Float32Parameters):
+    """KDA on [B, T, hidden_size]. A_log, dt_bias, the convolutions and o_norm stay float32 under every cast.
+
+    impl: which implementation of the op runs (see `openkda.kda`); None chooses.
+    """
+
+    def __init__(self, config: KDAConfig, layer_idx: int, *, impl: str | None = None) -> None:
+        super().__init__()
+        self.layer_idx, self.impl, self.lower_bound = layer_idx, impl, config.gate_lower_bound
+        self.heads, self.key_dim = config.kda_num_heads, config.kda_head_dim
+        self.v_heads, self.v_dim = config.kda_v_heads, config.kda_v_dim
+        hidden, width = config.hidden_size, config.short_conv_kernel_size
+        keys, values, decays = self.heads * self.key_dim, self.v_heads * self.v_dim, self.v_heads * self.key_dim
+
+        self.q_proj = nn.Linear(hidden, keys, bias=False)
+        self.k_proj = nn.Linear(hidden, keys, bias=False)
+        self.v_proj = nn.Linear(hidden, values, bias=False)
+        self.q_conv1d = ShortConvolution(keys, width)
+        self.k_conv1d = ShortConvolution(keys, width)
+        self.v_conv1d = ShortConvolution(values, width)
+        self.f_a_proj = nn.Linear(hidden, self.key_dim, bias=False)
+        self.f_b_proj = nn.Linear(self.key_dim, decays, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(decays, dtype=torch.float32))
+        self.b_proj = nn.Linear(hidden, self.v_heads, bias=False)
+        self.full_rank_gate = config.use_full_rank_gate
+        if self.full_rank_gate:
+            self.g_proj = nn.Linear(hidden, values, bias=False)
+        else:
+            self.g_a_proj = nn.Linear(hidden, self.key_dim, bias=False)
+            self.g_b_proj = nn.Linear(self.key_dim, values, bias=False)
+        self.o_norm = GatedRMSNorm(self.v_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(values, hidden, bias=False)
+        init_weights(self, config.initializer_range)
+
+    def init_parameters(self, generator: torch.Generator | None) -> None:
+        """A_log and dt_bias as published."""
+        if self.lower_bound is None:
+            fill(self.A_log, lambda t: t.uniform_(*A_RANGE, generator=generator).log_(), generator)
+        else:
+            fill_constant(self.A_log, 0.0)
+        fill_uniform(self.dt_bias, math.log(DT_RANGE[0]), math.log(DT_RANGE[1]), generator)
+        with torch.no_grad():
+            dt = self.dt_bias.exp()
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+
+    def gate(self) -> Gate:
+        """The decay gate with this layer's parameters."""
+        if self.lower_bound is None:
+            return SoftplusGate(self.A_log, self.dt_bias)
+        return BoundedGate(self.lower_bound, self.A_log, self.dt_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: KDAState | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, KDAState | None]:
+        """x [B, T, hidden_size] -> (y, state after the last token or None).
+
+        state: what the sequences' earlier tokens left behind; None begins anew. It is not modified.
+        cu_seqlens: [N + 1], sequences packed along T (then B = 1). attention_mask: [B, T] bool, left padding only.
+        The result is the same whether a sequence comes at once, in pieces of any sizes, or token by token.
+        """
+        N = check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        mask = padding_of(attention_mask, (x.shape[0], x.shape[1]), cu_seqlens)
+        if state is not None and (not isinstance(state, KDAState) or state.recurrent.shape[0] != N):
+            got = type(state).__name__ if not isinstance(state, KDAState) else f"{state.recurrent.shape[0]} rows"
+            raise ValueError(f"state of KDA layer {self.layer_idx}: expected a KDAState of {N} rows, received {got}")
+        if mask is not None:
+            tokens, cu = pack(x, mask)
+            y, new = self._sequences(tokens, state, cu, return_state)
+            return unpack(y, mask), new
+        if state is not None and cu_seqlens is None and x.shape[1] == 1 and self._inference():
+            y, new = self._step(x, state)
+            return y, new if return_state else None
+        return self._sequences(x, state, cu_seqlens, return_state)
+
+    def _inference(self) -> bool:
+        """Whether nothing could be trained through this call: only then may a path without gradients run."""
+        return not self.training and not torch.is_grad_enabled()
+
+    def _sequences(
+        self, x: Tensor, state: KDAState | None, cu_seqlens: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, KDAState | None]:
+        conv = (None, None, None) if state is None else (state.conv_q, state.conv_k, state.conv_v)
+        q, conv_q = self.q_conv1d(self.q_proj(x), conv[0], cu_seqlens, return_state)
+        k, conv_k = self.k_conv1d(self.k_proj(x), conv[1], cu_seqlens, return_state)
+        v, conv_v = self.v_conv1d(self.v_proj(x), conv[2], cu_seqlens, return_state)
+        o, recurrent, _ = kda(
+            self._split(q, self.key_dim),
+            self._split(k, self.key_dim),
+            self._split(v, self.v_dim),
+            self._split(self.f_b_proj(self.f_a_proj(x)), self.key_dim),
+            self.b_proj(x),
+            gate=self.gate(),
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=return_state,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=True,
+            use_beta_sigmoid=True,
+            impl=self.impl,
+        )
+        y = self._output(o, x)
+        if not return_state:
+            return y, None
+        assert recurrent is not None and conv_q is not None and conv_k is not None and conv_v is not None
+        return y, KDAState(recurrent, conv_q, conv_k, conv_v)
+
+    def _step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
+        """One token for every sequence: x [N, 1, hidden_size]."""
+        x = x[:, 0]
+        q, conv_q = self.q_conv1d.step(self.q_proj(x), state.conv_q)
+        k, conv_k = self.k_conv1d.step(self.k_proj(x), state.conv_k)
+        v, conv_v = self.v_conv1d.step(self.v_proj(x), state.conv_v)
+        o, recurrent = kda_step(
+            self._split(q, self.key_dim),
+            self._split(k, self.key_dim),
+            self._split(v, self.v_dim),
+            self._split(self.f_b_proj(self.f_a_proj(x)), self.key_dim),
+            self.b_proj(x),
+            state.recurrent,
+            gate=self.gate(),
+            use_qk_l2norm=True,
+            use_beta_sigmoid=True,
+            impl=self.impl,
+        )
+        return self._output(o, x).unsqueeze(1), KDAState(recurrent, conv_q, conv_k, conv_v)
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        return self.o_proj(self.o_norm(o, self._split(gate, self.v_dim)).flatten(-2))
+
+    @staticmethod
+    def _split(x: Tensor, head_dim: int) -> Tensor:
+        return x.unflatten(-1, (-1, head_dim))

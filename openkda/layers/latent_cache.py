@@ -1,0 +1,74 @@
+"""Appending tokens to the latent cache of an MLA layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openkda.layers.state import MLAState
+
+
+def start(latent: Tensor, cu_seqlens: Tensor | None) -> MLAState:
+    """The state of sequences that have only these tokens: latent [B, T, R], or a pack [1, T, R] with cu_seqlens."""
+    if cu_seqlens is None:
+        B, T = latent.shape[:2]
+        return MLAState(latent, torch.full((B,), T, device=latent.device), T)
+    lengths = cu_seqlens.diff().long()
+    longest = int(lengths.max())
+    row, place = _where(lengths, cu_seqlens)
+    empty = latent.new_zeros(lengths.shape[0], longest, latent.shape[-1])
+    return MLAState(empty.index_put((row, place), latent[0]), lengths, longest)
+
+
+def append(state: MLAState, new: Tensor, cu_seqlens: Tensor | None, keep: bool) -> MLAState:
+    """`state` followed by new [N, T, R], or by a pack [1, T, R] with cu_seqlens [N + 1]; `state` stays what it was.
+
+    Writes in place behind the newest state of a buffer, so a token costs one row, not a copy of the cache. Under autograd
+    everything is copied. keep: the result will be continued (it becomes the buffer's newest state).
+    """
+    longest = int(state.length.max()) if state.longest is None else state.longest
+    if cu_seqlens is None:
+        N, T = new.shape[:2]
+        added: Tensor | int = T
+        row = torch.arange(N, device=new.device).repeat_interleave(T)
+        place = (state.length.unsqueeze(1) + torch.arange(T, device=new.device)).flatten()
+        longest += T
+    else:
+        added = cu_seqlens.diff()
+        row, offset = _where(added, cu_seqlens)
+        place = state.length[row] + offset
+        longest = int((state.length + added).max())
+    length, flat = state.length + added, new.flatten(0, 1).to(state.latent.dtype)
+    if torch.is_grad_enabled() and (flat.requires_grad or state.latent.requires_grad):
+        held = state.latent[:, :longest]
+        wide = F.pad(held, (0, 0, 0, longest - held.shape[1]))
+        return MLAState(wide.index_put((row, place), flat), length, longest)
+    buffer, tail = state.latent, state.tail
+    if not _may_write(state, longest):
+        buffer = _grown(state.latent[:, :longest], longest)
+        tail = [length]
+    buffer[row, place] = flat
+    if tail is not None and keep:
+        tail[0] = length
+    return MLAState(buffer, length, longest, tail)
+
+
+def _may_write(state: MLAState, longest: int) -> bool:
+    newest = state.tail is not None and state.tail[0] is state.length
+    fits = longest <= state.latent.shape[1]
+    return newest and fits and state.latent.is_inference() == torch.is_inference_mode_enabled()
+
+
+def _grown(held: Tensor, longest: int) -> Tensor:
+    """A copy of `held` with room for half as many tokens again, so that n appended tokens copy O(n) in all."""
+    capacity = (longest + longest // 2 + 64) // 64 * 64
+    buffer = held.new_zeros(held.shape[0], capacity, held.shape[2])
+    buffer[:, : held.shape[1]] = held
+    return buffer
+
+
+def _where(lengths: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence of every packed token, and its place within it."""
+    row = torch.arange(lengths.shape[0], device=lengths.device).repeat_interleave(lengths)
+    return row, torch.arange(row.shape[0], device=row.device) - cu_seqlens.long()[row]

@@ -1,0 +1,109 @@
+"""The Gated MLA layer: softmax attention over a latent of 512 + 64 values a token, no position encoding, gated output.
+
+    q     = W_qb RMSNorm(W_qa x)   or   W_q x         [H, nope + shared]
+    c | p = W_kva x                                   the cache keeps RMSNorm(c) | p
+    o     = MLA(q, RMSNorm(c) | p)                    openkda/ops/mla/api.py
+    y     = W_o [o * sigmoid(W_g x)]   or   W_o o
+
+Source: Kimi K3 report, section 2.1.2; Kimi Linear report (arXiv 2510.26692). Parameter names are those of the
+published checkpoints ("rope" dims included: they are not rotated).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openkda.layers import latent_cache
+from openkda.layers.config import MLAConfig
+from openkda.layers.norm import RMSNorm
+from openkda.layers.packing import check_cu_seqlens, pack, padding_of, unpack
+from openkda.layers.parameters import init_weights
+from openkda.layers.state import MLAState
+from openkda.ops.mla.api import mla
+
+
+class GatedMLA(nn.Module):
+    """Gated MLA on [B, T, hidden_size].
+
+    impl: form of the attention (see `openkda.ops.mla.mla`); None takes the cheaper one.
+    """
+
+    def __init__(self, config: MLAConfig, layer_idx: int, *, impl: str | None = None) -> None:
+        super().__init__()
+        self.layer_idx, self.impl = layer_idx, impl
+        self.fp32_output = config.mla_fp32_output
+        self.heads, self.kv_lora_rank = config.num_attention_heads, config.kv_lora_rank
+        hidden, shared, eps = config.hidden_size, config.qk_rope_head_dim, config.mla_norm_eps
+        queries = self.heads * (config.qk_nope_head_dim + shared)
+        values = self.heads * config.v_head_dim
+
+        self.low_rank_q = config.q_lora_rank is not None
+        if config.q_lora_rank is not None:
+            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, queries, bias=False)
+        else:
+            self.q_proj = nn.Linear(hidden, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, config.kv_lora_rank + shared, bias=False)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, self.heads * config.qk_nope_head_dim + values, bias=False)
+        self.gated = config.mla_use_output_gate
+        if self.gated:
+            self.g_proj = nn.Linear(hidden, values, bias=False)
+        self.o_proj = nn.Linear(values, hidden, bias=False)
+        init_weights(self, config.initializer_range)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: MLAState | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, MLAState | None]:
+        """x [B, T, hidden_size] -> (y, state after the last token or None). Arguments as in `KimiDeltaAttention`."""
+        N = check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        mask = padding_of(attention_mask, (x.shape[0], x.shape[1]), cu_seqlens)
+        if state is not None and (not isinstance(state, MLAState) or state.length.shape[0] != N):
+            got = type(state).__name__ if not isinstance(state, MLAState) else f"{state.length.shape[0]} rows"
+            raise ValueError(f"state of MLA layer {self.layer_idx}: expected an MLAState of {N} rows, received {got}")
+        if mask is not None:
+            tokens, cu = pack(x, mask)
+            y, new = self._sequences(tokens, state, cu, return_state)
+            return unpack(y, mask), new
+        return self._sequences(x, state, cu_seqlens, return_state)
+
+    def _sequences(
+        self, x: Tensor, state: MLAState | None, cu_seqlens: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, MLAState | None]:
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank_q else self.q_proj(x)
+        q = q.unflatten(-1, (self.heads, -1))
+        c_p = self.kv_a_proj_with_mqa(x)
+        c, p = c_p.split([self.kv_lora_rank, c_p.shape[-1] - self.kv_lora_rank], dim=-1)
+        latent = torch.cat([self.kv_a_layernorm(c), p], dim=-1)
+        if state is None:
+            keys, lengths = latent, None
+            new = latent_cache.start(latent, cu_seqlens) if return_state else None
+        else:
+            new = latent_cache.append(state, latent, cu_seqlens, keep=return_state)
+            keys, lengths = new.latent[:, : new.longest], new.length
+        o = mla(
+            q,
+            keys,
+            self.kv_b_proj.weight,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+            fp32_output=self.fp32_output and self.training,
+            impl=self.impl,
+        )
+        return self._output(o.flatten(-2), x), new if return_state else None
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        """Gate in float32 (so neither o nor the sigmoid is rounded before their product), one cast."""
+        if self.gated:
+            gate = self.g_proj(x)
+            wide = torch.promote_types(gate.dtype, torch.float32)
+            o = (o.to(wide) * torch.sigmoid(gate.to(wide))).to(gate.dtype)
+        return self.o_proj(o.to(x.dtype))

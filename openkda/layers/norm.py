@@ -1,0 +1,46 @@
+"""RMSNorm of the residual stream and of the low-rank projections, and the gated norm behind KDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openkda.layers.parameters import Float32Parameters, fill_constant
+from openkda.ops.norm.api import gated_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """y = cast(x / sqrt(mean(x^2) + eps)) * weight over the last axis; float32 inside."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def init_parameters(self, generator: torch.Generator | None) -> None:
+        fill_constant(self.weight, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class GatedRMSNorm(Float32Parameters):
+    """y = cast(x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)), all float32 before the cast; the weight stays float32
+    and is shared by all heads. Source: Kimi Linear report, section 3."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+
+    def init_parameters(self, generator: torch.Generator | None) -> None:
+        fill_constant(self.weight, 1.0)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"

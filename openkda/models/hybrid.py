@@ -1,0 +1,182 @@
+"""The hybrid language model: Kimi Delta Attention layers with a Gated MLA layer after every few of them.
+
+    x = embedding(ids)
+    for each layer:   x = x + attention(RMSNorm(x));   x = x + mlp(RMSNorm(x))
+    logits = head(RMSNorm(x))
+
+Which layer is which, and every other feature, stands in `ModelConfig`. Module names mirror the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from openkda.layers.kda import KimiDeltaAttention
+from openkda.layers.mla import GatedMLA
+from openkda.layers.mlp import SwiGLU
+from openkda.layers.norm import RMSNorm
+from openkda.layers.packing import check_cu_seqlens, pack, padding_of, unpack
+from openkda.layers.parameters import init_weights
+from openkda.layers.state import LayerState, ModelState
+from openkda.models.config import ModelConfig
+
+
+@dataclass
+class LMOutput:
+    """logits [B, T, vocab], or of each sequence's last token only; state: one entry a layer, or None unless asked for."""
+
+    logits: Tensor
+    state: ModelState | None = None
+
+
+class NotYet(nn.Module):
+    """Stands where a feature of the config has no module yet: such a model can be built and counted, not run."""
+
+    def __init__(self, feature: str) -> None:
+        super().__init__()
+        self.feature = feature
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        raise NotImplementedError(f"{self.feature}: described by this config, not implemented yet")
+
+
+def build_attention(config: ModelConfig, layer_idx: int) -> nn.Module:
+    """The attention sublayer of the 0-based layer."""
+    return (KimiDeltaAttention if config.is_kda(layer_idx) else GatedMLA)(config, layer_idx)
+
+
+def build_mlp(config: ModelConfig, layer_idx: int) -> nn.Module:
+    """The feed-forward sublayer of the 0-based layer."""
+    if config.is_moe(layer_idx):
+        return NotYet("mixture of experts (num_experts)")
+    if config.hidden_act != "silu":
+        return NotYet(f"MLP activation hidden_act={config.hidden_act!r}")
+    return SwiGLU(config.hidden_size, config.intermediate_size)
+
+
+class DecoderLayer(nn.Module):
+    """One attention and one feed-forward sublayer, each behind its norm."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = build_attention(config, layer_idx)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = build_mlp(config, layer_idx)
+
+    def forward(
+        self, x: Tensor, *, state: LayerState | None, cu_seqlens: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, LayerState | None]:
+        h = self.input_layernorm(x)
+        a, state = self.self_attn(h, state=state, cu_seqlens=cu_seqlens, return_state=return_state)
+        x = x + a
+        return x + self.mlp(self.post_attention_layernorm(x)), state
+
+
+class HybridModel(nn.Module):
+    """Embedding, layers, final norm: token ids to hidden states."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: Tensor, *, state: ModelState | None, cu_seqlens: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, ModelState | None]:
+        if self.config.attn_res_block_size is not None:
+            raise NotImplementedError("attention residuals (attn_res_block_size): not implemented yet")
+        x = self.embed_tokens(input_ids)
+        states: list[LayerState] = []
+        for i, layer in enumerate(self.layers):
+            before = None if state is None else state[i]
+            x, after = layer(x, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
+            states.append(after)
+        return self.norm(x), tuple(states) if return_state else None
+
+
+class HybridLM(nn.Module):
+    """The language model. `HybridLM(PRESETS["tiny"])` is ready to train; `init_weights(seed)` makes it reproducible.
+
+    Built under `torch.device("meta")` it costs nothing; `to_empty(device=...)` and `init_weights(seed)` then fill it.
+    With `tie_word_embeddings` there is no `lm_head`: the embedding matrix is read twice, and saved once.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = HybridModel(config)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+        for module in (self.model.embed_tokens, *(layer.mlp for layer in self.model.layers), self.lm_head):
+            if module is not None:
+                init_weights(module, config.initializer_range)
+
+    def init_weights(self, seed: int) -> None:
+        """Every parameter anew: matrices N(0, initializer_range), norms 1, gates and convolutions as in their modules. The
+        same seed gives the same values on every device and after every way of building."""
+        init_weights(self, self.config.initializer_range, torch.Generator().manual_seed(seed))
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        state: ModelState | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_state: bool = False,
+        last_only: bool = False,
+    ) -> LMOutput:
+        """input_ids [B, T] -> logits [B, T, vocab].
+
+        state: of an earlier call, to continue its sequences (row n is row n of the batch or member n of the pack).
+        cu_seqlens: [N + 1], sequences packed along T (then B = 1). attention_mask: [B, T] bool, left padding only;
+        padded positions are never computed and their logits are 0.
+        last_only: logits of each sequence's last token, [B, 1, vocab], or [1, N, vocab] of a pack (0 for an empty one).
+        Raises: ValueError or TypeError for malformed input, before anything runs.
+        """
+        N = self._check(input_ids, state, cu_seqlens)
+        mask = padding_of(attention_mask, (input_ids.shape[0], input_ids.shape[1]), cu_seqlens)
+        packed, cu = (input_ids, cu_seqlens) if mask is None else pack(input_ids, mask)
+        h, new = self.model(packed, state=state, cu_seqlens=cu, return_state=return_state)
+        if last_only:
+            h = h[:, -1:] if cu is None else _last_of_each(h, cu)
+        logits = self._head(h)
+        if mask is not None:
+            logits = logits.view(N, 1, -1) if last_only else unpack(logits, mask)
+        return LMOutput(logits, new)
+
+    def _head(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(h)
+
+    def _check(self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None) -> int:
+        if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+            got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise TypeError(f"input_ids: expected an int64 or int32 tensor, received {got}")
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids.shape: expected [B, T], received {list(input_ids.shape)}")
+        if input_ids.device.type == "cpu" and input_ids.numel():
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(f"input_ids: expected ids in [0, {self.config.vocab_size}), received {low}..{high}")
+        if state is not None and len(state) != self.config.num_hidden_layers:
+            raise ValueError(f"state: expected one of {self.config.num_hidden_layers} layers, received {len(state)}")
+        return check_cu_seqlens(cu_seqlens, input_ids.shape[0], input_ids.shape[1])
+
+
+def _last_of_each(h: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """h [1, T, D] -> [1, N, D], the last token of each packed sequence; zeros where a sequence is empty."""
+    if h.shape[1] == 0:
+        return h.new_zeros(1, cu_seqlens.numel() - 1, h.shape[2])
+    last = h[:, (cu_seqlens[1:] - 1).clamp(min=0).long()]
+    return last * (cu_seqlens.diff() > 0).view(1, -1, 1)

@@ -1,0 +1,5 @@
+"""Multi-head latent attention over a cache of one small latent a token, shared by all heads."""
+
+from openkda.ops.mla.api import mla
+
+__all__ = ["mla"]

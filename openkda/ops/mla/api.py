@@ -1,0 +1,159 @@
+"""The contract of multi-head latent attention (MLA) without position encoding: signature, checks, choice of form.
+
+Every token leaves one vector [normalised latent | shared key] behind (512 + 64 values in Kimi K3), from which head h
+makes its key [W_UK_h latent | shared key] and its value W_UV_h latent. The shared part is called "rope" in the
+published configs; it is never rotated, but it stays in the score.
+Source: Kimi Linear report (arXiv 2510.26692), section on MLA with NoPE; Kimi K3 report, section 2.1.2.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from openkda.ops.mla import absorbed, expanded, packed
+from openkda.ops.mla.call import MLACall
+
+__all__ = ["IMPLEMENTATIONS", "mla"]
+
+IMPLEMENTATIONS = ("expanded", "absorbed")
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+def mla(
+    q: Float[Tensor, "B T H D"],
+    latent: Float[Tensor, "N S R"],
+    kv_b: Float[Tensor, "HD rank"],
+    *,
+    scale: float | None = None,
+    lengths: Int[Tensor, N] | None = None,
+    cu_seqlens: Int[Tensor, _n1] | None = None,
+    fp32_output: bool = False,
+    impl: str | None = None,
+) -> Float[Tensor, "B T H V"]:
+    """Causal softmax attention of q over latents.
+
+    Args:
+        q: [B, T, H, nope + shared], any float dtype; 16-bit inputs are computed in float32 inside on a CPU.
+        latent: without `lengths` [B, T, rank + shared], the latents of exactly these tokens (packed like q).
+            With `lengths` a cache [N, S, rank + shared] that already holds them: entries [0, lengths[n]) of row n are
+            valid and the queries of sequence n are its LAST tokens. What lies behind the end is never read.
+        kv_b: [H * (nope + V), rank], the published kv_b_proj weight: W_UK and W_UV of each head, interleaved by head.
+        scale: factor on the scores; default (nope + shared) ** -0.5.
+        lengths: [N] int. N = B, or the members of the pack.
+        cu_seqlens: [N + 1] int, 0 = first <= ... <= last = T: queries packed along T (then B = 1). Values are checked on
+            the CPU only.
+        fp32_output: return float32 (float64 for float64) and round nothing on the way. On a GPU 16-bit inputs are
+            refused until a kernel for them exists.
+        impl: "expanded" (keys and values are built) or "absorbed" (heads attend to the latents themselves; needs
+            `lengths`); None takes the one with fewer multiplications.
+
+    Returns: [B, T, H, V] in q's dtype. Differentiable in q, latent, kv_b.
+    Raises: ValueError, TypeError for malformed input; NotImplementedError for what cannot run.
+    """
+    call = MLACall(q, latent, kv_b, q.shape[-1] ** -0.5 if scale is None else scale, lengths, cu_seqlens)
+    _validate(call)
+    _check_impl(call, impl)
+    narrow = q.dtype in (torch.float16, torch.bfloat16)
+    if fp32_output and narrow and q.is_cuda:
+        raise NotImplementedError(
+            f"fp32_output with {q.dtype} on {q.device}: no kernel keeps the attention output in float32 there yet; "
+            "set mla_fp32_output=False, or run in float32"
+        )
+    if q.shape[1] == 0:
+        o = q.new_zeros(*q.shape[:3], call.v_dim)
+    else:
+        o = _run(call.in_float32() if narrow and not q.is_cuda else call, impl)
+    return o if fp32_output else o.to(q.dtype)
+
+
+def _run(call: MLACall, impl: str | None) -> Tensor:
+    def dense(call: MLACall, q: Tensor, latent: Tensor) -> Tensor:
+        return (absorbed if _absorb(call, q.shape[1], latent.shape[1], impl) else expanded).dense(call, q, latent)
+
+    if call.cu_seqlens is None:
+        if call.lengths is None:
+            return expanded.dense(call, call.q, call.latent)
+        if not call.q.is_cuda and bool((call.lengths == call.lengths[0]).all()):
+            return dense(call, call.q, call.latent[:, : int(call.lengths[0])])
+        if _one_call(call) and _absorb(call, call.q.shape[1], call.latent.shape[1], impl):
+            return absorbed.dense(call, call.q, call.latent, call.lengths)
+    if impl != "absorbed" and not packed.varlen_refusals(call):
+        return packed.varlen(call)
+    return packed.by_sequence(call, dense)
+
+
+def _absorb(call: MLACall, queries: int, keys: int, impl: str | None) -> bool:
+    return absorbed.is_cheaper(call, queries, keys) if impl is None else impl == "absorbed"
+
+
+def _one_call(call: MLACall) -> bool:
+    """Whether rows of different lengths go together, which copies the cache to clear what lies behind the shorter ends.
+    On a CPU a row of more than 64 Ki values is faster by itself: 8 rows of 2048 x 576 take 6 ms instead of 59."""
+    return call.q.is_cuda or call.latent[0].numel() <= 1 << 16
+
+
+def _bad(name: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: expected {expected}, received {received}")
+
+
+def _check_impl(call: MLACall, impl: str | None) -> None:
+    if impl is not None and impl not in IMPLEMENTATIONS:
+        _bad("impl", "'expanded', 'absorbed' or None", repr(impl))
+    if impl == "absorbed" and call.lengths is None:
+        raise NotImplementedError("impl='absorbed' cannot run this call: it reads a cache, and lengths is None")
+
+
+def _validate(call: MLACall) -> None:
+    q, latent, kv_b = call.q, call.latent, call.kv_b
+    for name, t, dims in (("q", q, 4), ("latent", latent, 3), ("kv_b", kv_b, 2)):
+        if t.dim() != dims:
+            _bad(f"{name}.shape", f"{dims} dimensions", list(t.shape))
+        if t.dtype not in _FLOATS:
+            _bad(f"{name}.dtype", "a float dtype", t.dtype, TypeError)
+        if t.device != q.device:
+            _bad(f"{name}.device", f"{q.device} (that of q)", t.device)
+    B, T, H, D = q.shape
+    if H < 1 or call.shared_dim < 0 or call.nope_dim < 1 or kv_b.shape[0] % H or call.v_dim < 1:
+        _bad(
+            "q, latent, kv_b shapes",
+            "q [B, T, H, nope + shared], latent [N, S, rank + shared], kv_b [H * (nope + V), rank]",
+            f"{list(q.shape)}, {list(latent.shape)}, {list(kv_b.shape)}",
+        )
+    cu = call.cu_seqlens
+    if cu is not None:
+        _check_packing(cu, B, T)
+    N = B if cu is None else cu.numel() - 1
+    if call.lengths is None:
+        if latent.shape[:2] != (B, T):
+            _bad("latent.shape", f"[B, T, R] = [{B}, {T}, {latent.shape[2]}] without lengths", list(latent.shape))
+    else:
+        _check_lengths(call, call.lengths, N)
+
+
+def _check_packing(cu: Tensor, B: int, T: int) -> None:
+    if cu.dtype not in _INTS:
+        _bad("cu_seqlens.dtype", "int32 or int64", cu.dtype, TypeError)
+    if cu.dim() != 1 or cu.numel() < 2:
+        _bad("cu_seqlens.shape", "[N + 1] with N >= 1", list(cu.shape))
+    if B != 1:
+        _bad("batch with cu_seqlens", "B = 1 (the pack lies along T)", f"B = {B}")
+    if not cu.is_cuda and (int(cu[0]) != 0 or int(cu[-1]) != T or bool((cu.diff() < 0).any())):
+        _bad("cu_seqlens", f"0 = first <= ... <= last = T = {T}", cu.tolist())
+
+
+def _check_lengths(call: MLACall, lengths: Tensor, N: int) -> None:
+    S = call.latent.shape[1]
+    if lengths.dtype not in _INTS:
+        _bad("lengths.dtype", "int32 or int64", lengths.dtype, TypeError)
+    if tuple(lengths.shape) != (N,) or call.latent.shape[0] != N:
+        _bad("lengths and latent rows", f"N = {N} each", f"{list(lengths.shape)} and {call.latent.shape[0]}")
+    if not lengths.is_cuda:
+        new = torch.full_like(lengths, call.q.shape[1]) if call.cu_seqlens is None else call.cu_seqlens.diff()
+        if bool(((lengths < new) | (lengths > S)).any()):
+            _bad("lengths", f"at least the new tokens {new.tolist()} and at most S = {S}", lengths.tolist())
