@@ -8,9 +8,17 @@ building on the meta device and `to_empty`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+
+@runtime_checkable
+class InitParameters(Protocol):
+    """A module that starts its own parameters (not its children's)."""
+
+    def init_parameters(self, generator: torch.Generator | None) -> None: ...
 
 
 class Float32Parameters(nn.Module):
@@ -65,5 +73,5 @@ def init_weights(root: nn.Module, std: float, generator: torch.Generator | None 
             bias = getattr(module, "bias", None)
             if bias is not None:
                 fill_constant(bias, 0.0)
-        elif hasattr(module, "init_parameters"):
+        elif isinstance(module, InitParameters):
             module.init_parameters(generator)

@@ -67,6 +67,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = build_attention(config, layer_idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = build_mlp(config, layer_idx)
+        init_weights(self.mlp, config.initializer_range)
 
     def forward(
         self, x: Tensor, *, state: LayerState | None, cu_seqlens: Tensor | None, return_state: bool
@@ -115,9 +116,9 @@ class HybridLM(nn.Module):
         self.lm_head = (
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        for module in (self.model.embed_tokens, *(layer.mlp for layer in self.model.layers), self.lm_head):
-            if module is not None:
-                init_weights(module, config.initializer_range)
+        init_weights(self.model.embed_tokens, config.initializer_range)
+        if self.lm_head is not None:
+            init_weights(self.lm_head, config.initializer_range)
 
     def init_weights(self, seed: int) -> None:
         """Every parameter anew: matrices N(0, initializer_range), norms 1, gates and convolutions as in their modules. The

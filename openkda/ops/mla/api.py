@@ -118,7 +118,7 @@ def _validate(call: MLACall) -> None:
             _bad(f"{name}.dtype", "a float dtype", t.dtype, TypeError)
         if t.device != q.device:
             _bad(f"{name}.device", f"{q.device} (that of q)", t.device)
-    B, T, H, D = q.shape
+    B, T, H, _ = q.shape
     if H < 1 or call.shared_dim < 0 or call.nope_dim < 1 or kv_b.shape[0] % H or call.v_dim < 1:
         _bad(
             "q, latent, kv_b shapes",

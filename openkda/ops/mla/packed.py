@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,7 @@ def _varlen_attn() -> Callable[..., Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn
+    return cast("Callable[..., Tensor]", varlen_attn)
 
 
 def _varlen_options(q: Tensor, scale: float) -> tuple[Callable[..., Tensor], dict[str, object], Tensor]:
