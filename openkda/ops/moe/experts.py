@@ -1,0 +1,172 @@
+"""Expert MLPs over tokens sorted by expert: gather, three matmuls, weighted sum back. Deterministic, dropless."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from openkda.ops.moe.activation import GLU
+from openkda.ops.mx.api import ScaleRule, fake_quantize, unpack_mxfp4
+
+GATHER_LIMIT = 32
+"""Token-expert pairs up to which a GPU dequantises per pair instead of per expert: no wait for the host."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows are token-expert pairs sorted by expert. order: row -> pair (token * k + slot); inverse: pair -> row.
+
+    ends: [E] int32, one past the last row of each expert.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+    k: int
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> Plan:
+        flat = experts.flatten()
+        by_expert, order = flat.sort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel(), device=order.device)
+        each = torch.arange(num_experts, device=order.device)
+        ends = torch.searchsorted(by_expert, each, right=True).to(torch.int32)
+        return cls(order, inverse, ends, experts.shape[1])
+
+
+class _Dispatch(torch.autograd.Function):
+    """Token rows [T, D] -> pair rows [T * k, D]. The gradient gathers too (a scatter-add would depend on atomics)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return x[plan.order // plan.k]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0][ctx.plan.inverse].unflatten(0, (-1, ctx.plan.k)).sum(1), None
+
+
+class _Combine(torch.autograd.Function):
+    """Pair rows [T * k, D], weights [T, k] -> sum_j p_j y_j, [T, D], in the weights' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(y, weights)
+        pairs = y[plan.inverse].unflatten(0, weights.shape).to(weights.dtype)
+        return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        y, weights = ctx.saved_tensors
+        plan, g = ctx.plan, grads[0]
+        pairs = y[plan.inverse].unflatten(0, weights.shape).to(weights.dtype)
+        dweights = torch.bmm(pairs, g.unsqueeze(-1)).squeeze(-1)
+        dy = weights.flatten()[plan.order].unsqueeze(-1) * g[plan.order // plan.k]
+        return dy.to(y.dtype), dweights, None
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """torch's grouped matmul refuses an expanded or strided upstream gradient, such as that of sum()."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].contiguous()
+
+
+def grouped_mm_refusals(x: Tensor, w: Tensor) -> list[str]:
+    """Why torch's grouped matmul cannot multiply rows of x [M, D] with w [E, O, D]; empty if it can."""
+    reasons = []
+    if not hasattr(F, "grouped_mm"):
+        reasons.append("this torch has no torch.nn.functional.grouped_mm")
+    allowed = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    if x.dtype not in allowed or w.dtype != x.dtype:
+        reasons.append(f"dtypes {x.dtype} and {w.dtype} on {x.device.type}")
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        reasons.append("compute capability below 8.0")
+    for axis, size in (("D", w.shape[2]), ("O", w.shape[1])):
+        if size * x.element_size() % 16:
+            reasons.append(f"{axis} = {size} rows of {size * x.element_size()} bytes are no multiple of 16")
+    return reasons
+
+
+def grouped_linear(x: Tensor, w: Tensor, ends: Tensor, impl: str | None) -> Tensor:
+    """Rows of x [M, D] times the transposed matrix of their expert, w [E, O, D] -> [M, O]."""
+    if impl != "loop":
+        reasons = grouped_mm_refusals(x, w)
+        if impl == "grouped_mm" and reasons:
+            raise NotImplementedError("impl='grouped_mm' cannot run this call: " + "; ".join(reasons))
+        if not reasons:
+            return _ContiguousGrad.apply(F.grouped_mm(x, w.transpose(1, 2), offs=ends))
+    parts, start = [], 0
+    # unbind, not w[e]: the gradient of one index is a zero tensor of w's whole size, once an expert.
+    for matrix, end in zip(w.unbind(0), ends.tolist(), strict=True):
+        if end > start:
+            parts.append(x[start:end] @ matrix.T)
+        start = end
+    return torch.cat(parts) if parts else x @ w[0].T
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def expert_mlp(
+    x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
+    activation: GLU, quantize: ScaleRule | None, impl: str | None,
+) -> Tensor:  # fmt: skip
+    dtype = _compute_dtype(x)
+    x, w1, w3, w2 = (t.to(dtype) for t in (x, w1, w3, w2))
+    if quantize is not None:
+        w1, w3, w2 = (fake_quantize(w, "mxfp4", scale_rule=quantize) for w in (w1, w3, w2))
+        x = fake_quantize(x, "mxfp8", scale_rule=quantize)
+    plan = Plan.of(experts, w1.shape[0])
+    rows = _Dispatch.apply(x, plan)
+    hidden = activation(grouped_linear(rows, w1, plan.ends, impl), grouped_linear(rows, w3, plan.ends, impl))
+    if quantize is not None:
+        hidden = fake_quantize(hidden, "mxfp8", scale_rule=quantize)
+    return _Combine.apply(grouped_linear(hidden, w2, plan.ends, impl), weights, plan).to(dtype)
+
+
+Packed = tuple[Tensor, Tensor]
+
+
+def packed_expert_mlp(
+    x: Tensor, experts: Tensor, weights: Tensor, w1: Packed, w3: Packed, w2: Packed, activation: GLU
+) -> Tensor:
+    dtype = _compute_dtype(x)
+    x = x.to(dtype)
+    if x.is_cuda and experts.numel() <= GATHER_LIMIT:
+        rows = x.repeat_interleave(experts.shape[1], 0).unsqueeze(-1)
+        a, b = (torch.bmm(_unpack(w, experts.flatten(), dtype), rows) for w in (w1, w3))
+        y = torch.bmm(_unpack(w2, experts.flatten(), dtype), activation(a, b)).squeeze(-1)
+        pairs = y.unflatten(0, experts.shape).to(weights.dtype)
+        return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1).to(dtype)
+    plan = Plan.of(experts, w1[0].shape[0])
+    rows = _Dispatch.apply(x, plan)
+    parts, start = [], 0
+    for e, end in enumerate(plan.ends.tolist()):
+        if end > start:
+            z = rows[start:end]
+            hidden = activation(z @ _unpack(w1, e, dtype).T, z @ _unpack(w3, e, dtype).T)
+            parts.append(hidden @ _unpack(w2, e, dtype).T)
+        start = end
+    return _Combine.apply(torch.cat(parts) if parts else rows, weights, plan).to(dtype)
+
+
+def _unpack(w: Packed, which: int | Tensor, dtype: torch.dtype) -> Tensor:
+    return unpack_mxfp4(w[0][which], w[1][which], dtype=dtype)
