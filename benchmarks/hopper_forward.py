@@ -1,0 +1,130 @@
+"""Checks the Hopper forward against a float64 token recurrence, then times it.
+
+    python benchmarks/hopper_forward.py check|time
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import torch
+import triton
+
+# The kernel folder alone, so that a check does not depend on the rest of the package.
+_PKG = types.ModuleType("hopper_kernels")
+_PKG.__path__ = [__file__.rsplit("/", 2)[0] + "/openkda/ops/kda/hopper"]
+sys.modules["hopper_kernels"] = _PKG
+launch = importlib.import_module("hopper_kernels.launch")
+BOUND = -5.0
+
+
+def reference(q, k, v, g, beta, a_log, dt, s0, lens):
+    """Float64 token recurrence, all sequences of a pack side by side. Shapes as the op; returns output, states."""
+    d = torch.float64
+    q, k, v, g, beta = (x[0].to(d) for x in (q, k, v, g, beta))
+    rep = v.shape[1] // q.shape[1]
+    q = (q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt() * 128**-0.5).repeat_interleave(rep, 1)
+    k = (k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(rep, 1)
+    decay = (BOUND * torch.sigmoid(a_log.to(d).exp()[None, :, None] * (g + dt.to(d)))).exp()
+    beta = beta.sigmoid()
+    o = torch.zeros_like(v)
+    n = len(lens)
+    s = torch.zeros(n, v.shape[1], 128, 128, dtype=d, device=v.device) if s0 is None else s0.to(d).clone()
+    starts = torch.tensor([0] + lens).cumsum(0)[:-1]
+    for t in range(max(lens)):
+        live = torch.tensor([i for i in range(n) if lens[i] > t], device=v.device)
+        row = (starts.to(v.device)[live] + t).long()
+        sl = s[live] * decay[row][..., None]
+        u = beta[row][..., None] * (v[row] - torch.einsum("nhk,nhkv->nhv", k[row], sl))
+        sl = sl + k[row][..., None] * u[..., None, :]
+        s[live] = sl
+        o[row] = torch.einsum("nhk,nhkv->nhv", q[row], sl)
+    return o[None], s
+
+
+def inputs(lens, h, hv, shift, kind="normal", seed=0, state=True):
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+    r = lambda *s: torch.randn(*s, generator=gen, device="cuda")
+    t = sum(lens)
+    q, k = r(1, t, h, 128).bfloat16(), r(1, t, h, 128).bfloat16()
+    v, g = r(1, t, hv, 128).bfloat16(), (r(1, t, hv, 128) + shift).bfloat16()
+    beta = r(1, t, hv).bfloat16()
+    if kind == "near":
+        k = (r(1, 1, h, 128) + 0.02 * r(1, t, h, 128)).bfloat16()
+        beta = torch.full_like(beta, 6.0)
+    a_log, dt = 0.2 * r(hv), 0.2 * r(hv, 128)
+    s0 = 0.1 * r(len(lens), hv, 128, 128) if state else None
+    return q, k, v, g, beta, a_log, dt, s0
+
+
+def run(args, lens, final=True):
+    q, k, v, g, beta, a_log, dt, s0 = args
+    cu = torch.tensor([0] + lens, device="cuda").cumsum(0).int() if len(lens) > 1 else None
+    return launch.forward(q, k, v, g, beta, a_log, dt, scale=128**-0.5, lower_bound=BOUND, initial_state=s0,
+                          final_state=final, cu_seqlens=cu)
+
+
+def rel(a, ref):
+    return ((a.double() - ref).norm() / ref.norm().clamp_min(1e-30)).item()
+
+
+CASES = [
+    ("one chunk", [64], 2, 2, 0.0, "normal", True),
+    ("two chunks", [128], 2, 2, 0.0, "normal", False),
+    ("fast", [512], 4, 4, 0.0, "normal", True),
+    ("slow", [512], 4, 4, -6.0, "normal", True),
+    ("slower", [512], 4, 4, -10.0, "normal", True),
+    ("saturated", [512], 4, 4, 8.0, "normal", True),
+    ("near keys", [512], 4, 4, -10.0, "near", True),
+    ("near keys fast", [512], 4, 4, 0.0, "near", True),
+    ("partial", [397], 4, 4, -3.0, "normal", True),
+    ("short", [5], 2, 2, 0.0, "normal", True),
+    ("pack", [1, 130, 0, 64, 63, 200, 17], 2, 2, -2.0, "normal", True),
+    ("grouped", [200], 2, 6, -2.0, "normal", True),
+]
+
+
+def check():
+    bad = 0
+    for name, lens, h, hv, shift, kind, state in CASES:
+        args = inputs(lens, h, hv, shift, kind, state=state)
+        o, s = run(args, lens)
+        torch.cuda.synchronize()
+        ro, rs = reference(*args, lens)
+        o2, s2 = run(args, lens)
+        same = torch.equal(o, o2) and torch.equal(s, s2)
+        eo, es = rel(o, ro), rel(s, rs)
+        near = kind == "near" and shift < 0
+        ok = eo < (8e-3 if near else 3e-3) and es < (1e-2 if near else 1e-3) and same
+        bad += not ok
+        print(f"{'ok  ' if ok else 'FAIL'} {name:15s} out {eo:.2e} state {es:.2e} bit-equal {same}", flush=True)
+        if not ok:
+            e = (o.double() - ro)[0].norm(dim=-1) / ro[0].norm(dim=-1).clamp_min(1e-9)
+            print("   per token, head 0:", [f"{x:.1e}" for x in e[:, 0].tolist()[:: max(1, len(e) // 24)]], flush=True)
+    return bad
+
+
+SHAPES = [
+    ("H=96 1x8192", [8192], 96),
+    ("H=96 8x1024", [1024] * 8, 96),
+    ("H=96 mixed", [1300, 547, 2048, 963, 271, 3063], 96),
+    ("H=64 1x8192", [8192], 64),
+    ("H=64 8x1024", [1024] * 8, 64),
+    ("H=12 1x8192", [8192], 12),
+]
+
+
+def time():
+    for name, lens, h in SHAPES:
+        row = []
+        for shift in (0.0, -6.0):
+            args = inputs(lens, h, h, shift, state=len(lens) > 1)
+            fn = lambda: run(args, lens)
+            row.append(triton.testing.do_bench(fn, warmup=10, rep=60, return_mode="median"))
+        print(f"{name:14s} fast {row[0]:.4f} ms   slow {row[1]:.4f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit({"check": check, "time": time}[sys.argv[1]]() or 0)

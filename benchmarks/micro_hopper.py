@@ -1,0 +1,175 @@
+"""Micro-measurements behind the schedule of the Hopper forward (docs/decisions.md, Hopper).
+
+    python benchmarks/micro_hopper.py
+
+Prints: cycles of a dependent register-A WGMMA, in bf16 and fp16, n = 64 and 128; microseconds a 64-token step of
+each role alone (factors, state) with the other role replaced by a stub that only signals; a TMA-fed empty step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# The kernel folder alone, so that a measurement does not depend on the rest of the package.
+_PKG = types.ModuleType("hopper_kernels")
+_PKG.__path__ = [__file__.rsplit("/", 2)[0] + "/openkda/ops/kda/hopper"]
+sys.modules["hopper_kernels"] = _PKG
+kernels = importlib.import_module("hopper_kernels.forward")
+launch = importlib.import_module("hopper_kernels.launch")
+_allocate, factor_partition, state_partition = kernels._allocate, kernels.factor_partition, kernels.state_partition
+
+
+@gluon.jit
+def wgmma_chain(out_ptr, reps, K: gl.constexpr, N: gl.constexpr, DTYPE: gl.constexpr):
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    SH: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    LB: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    b = gl.allocate_shared_memory(DTYPE, [K, N], SH, gl.full([K, N], 0.01, DTYPE, LB))
+    a = gl.full([64, K], 0.01, DTYPE, gl.DotOperandLayout(0, ACC, 2))
+    acc = gl.zeros([64, N], gl.float32, ACC)
+    fence_async_shared()
+    gl.thread_barrier()
+    for _ in range(reps):
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))[:, None]
+    j = gl.arange(0, N, layout=gl.SliceLayout(0, ACC))[None, :]
+    gl.store(out_ptr + i * N + j, acc)
+
+
+@gluon.jit
+def empty_steps(q_desc, k_desc, g_desc, v_desc, out_ptr, chunks, STAGES: gl.constexpr):
+    """Streams the four inputs of one head through shared memory and does nothing with them."""
+    S64: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    buf = gl.allocate_shared_memory(gl.bfloat16, [4 * STAGES, 64, 128], S64)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    col = gl.program_id(0) * 128
+    for c in range(chunks + STAGES - 1):
+        if c < chunks:
+            s = c % STAGES
+            mbarrier.expect(full.index(s), 65536)
+            tma.async_copy_global_to_shared(q_desc, [c * 64, col], full.index(s), buf.index(4 * s))
+            tma.async_copy_global_to_shared(k_desc, [c * 64, col], full.index(s), buf.index(4 * s + 1))
+            tma.async_copy_global_to_shared(g_desc, [c * 64, col], full.index(s), buf.index(4 * s + 2))
+            tma.async_copy_global_to_shared(v_desc, [c * 64, col], full.index(s), buf.index(4 * s + 3))
+        d = c - (STAGES - 1)
+        if d >= 0:
+            mbarrier.wait(full.index(d % STAGES), (d // STAGES) & 1)
+            gl.thread_barrier()
+    gl.store(out_ptr + gl.program_id(0), chunks)
+
+
+@gluon.jit
+def state_stub(ops, bars, chunks):
+    v_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+    for c in range(chunks):
+        mbarrier.wait(kh_ready.index(c & 1), (c >> 1) & 1)
+        mbarrier.arrive(kh_free.index(c & 1), count=2)
+        mbarrier.wait(kq_ready, c & 1)
+        mbarrier.arrive(kq_free, count=2)
+        mbarrier.wait(tm_ready, c & 1)
+        mbarrier.arrive(tm_free, count=2)
+
+
+@gluon.jit
+def no_work(chunks):
+    pass
+
+
+@gluon.jit
+def factor_stub(bars, chunks):
+    qk_full, g_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+    for c in range(chunks):
+        mbarrier.wait(kh_free.index(c & 1), ((c >> 1) & 1) ^ 1)
+        mbarrier.arrive(kh_ready.index(c & 1), count=1)
+        mbarrier.wait(kq_free, (c & 1) ^ 1)
+        mbarrier.arrive(kq_ready, count=1)
+        mbarrier.wait(tm_free, (c & 1) ^ 1)
+        mbarrier.arrive(tm_ready, count=1)
+
+
+@gluon.jit
+def role_kernel(
+    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, T, HV, scale, bound,
+    STATE: gl.constexpr,
+):
+    """One role of the forward at work, the other signalling only."""
+    hv = gl.program_id(0)
+    raw, values, work, ops, fbars, sb0, sb1 = _allocate()
+    if STATE:
+        gl.warp_specialize(
+            [
+                (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[0], ops, sb0, 0, T, 0, hv, HV,
+                                   gl.constexpr(0), gl.constexpr(False), gl.constexpr(False))),
+                (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[1], ops, sb1, 0, T, 0, hv, HV,
+                                   gl.constexpr(1), gl.constexpr(False), gl.constexpr(False))),
+                (factor_stub, (fbars, T // 64)),
+            ],
+            [4, 4], [184, 136],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (state_stub, (ops, sb0, T // 64)),
+                (no_work, (T,)),
+                (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
+                                    0, T, hv, hv, HV, scale, bound)),
+            ],
+            [4, 4], [184, 136],
+        )
+
+
+def ms(fn):
+    return triton.testing.do_bench(fn, warmup=5, rep=30, return_mode="median")
+
+
+def chains():
+    out = torch.empty(64 * 128, device="cuda")
+    clock = torch.cuda.get_device_properties(0).clock_rate / 1e6 if hasattr(
+        torch.cuda.get_device_properties(0), "clock_rate") else 1.98
+    for dtype in (gl.bfloat16, gl.float16):
+        for n in (64, 128):
+            for k in (16, 128):
+                t = [ms(lambda r=r: wgmma_chain[(132,)](out, r, k, n, dtype, num_warps=4)) for r in (2000, 4000)]
+                us = (t[1] - t[0]) / 2
+                print(f"register-A wgmma 64x{n}x{k} {dtype}: {us * 1e3:.1f} ns a dependent step (at {clock:.2f} GHz)")
+
+
+def main():
+    chains()
+    t, h = 8192, 96
+    q, k, v, g, o = (torch.randn(1, t, h, 128, device="cuda").bfloat16() for _ in range(5))
+    beta, a_log, dt = torch.randn(1, t, h, device="cuda").bfloat16(), torch.zeros(h, device="cuda"), None
+    dt = torch.zeros(h, 128, device="cuda")
+    rows = [launch._tiles(x, [64, 128], launch._ROWS) for x in (q, k, g, v)]
+    half = [launch._tiles(x, [64, 64], launch._HALF) for x in (v, o)]
+    out = torch.empty(256, device="cuda")
+    for heads in (96, 12):
+        for st in (2, 3):
+            x = ms(lambda: empty_steps[(heads,)](*rows, out, t // 64, st, num_warps=4))
+            print(f"empty step, {st} stages, {heads} heads: {x * 1e3 / (t // 64):.2f} us, {heads * t * 1024 / x / 1e9:.2f} TB/s")
+        for state in (False, True):
+            fn = lambda: role_kernel[(heads,)](rows[0], rows[1], rows[2], *half, o, beta, a_log, dt, t, h, 0.088, -5.0,
+                                               state, num_warps=4)
+            x = ms(fn)
+            print(f"{'state' if state else 'factors'} alone, {heads} heads: {x:.3f} ms, {x * 1e3 / (t // 64):.2f} us a step", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Chunk factors of KDA on Hopper: everything a 64-token chunk needs that does not depend on the state.
+
+One warpgroup turns raw q, k and gate tiles into the five operands of the state recurrence:
+
+    Kt[i] = k_i 2^(G_i)          what token i reads from the entering state
+    Qt[i] = q_i 2^(G_i)          the same for the query
+    Kh[j] = k_j 2^(G_64 - G_j)   what token j leaves in the outgoing state
+    M[i,j] = q_i . k_j 2^(G_i - G_j), j <= i
+    T      = (1 + beta L)^-1 beta, L[i,j] = k_i . k_j 2^(G_i - G_j), j < i
+
+with G the running sum of the log2 decay. Warp w owns the 16-token tile w and all channels, in the register
+layout of an mma accumulator, so that scaled rows are matmul operands without leaving registers:
+
+    load g -> gate -> fp16 -> tri @ g = G (rows), upper @ g = G_tile_end - G (columns)      tensor cores sum
+    tile w,   w     rows 2^G_i,          columns 2^-G_j        tf32: 2^80 needs eight exponent bits
+    tile w,   w-1   rows 2^G_i,          columns 2^(E - G_j)   fp16, E = end of the column tile
+    tiles 23, 01    rows 2^(G_i - E_1),  columns 2^(E_1 - G_j) fp16, E_1 = end of tile 1
+
+No exponent outside the diagonal tiles is positive and every anchor lies before the row that uses it, so no
+output depends on a later token. Diagonal tiles are inverted by substitution in fp32 (a Neumann product
+overflows for near-equal keys), then merged 16 -> 32 -> 64.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+LOG2E = gl.constexpr(1.4426950408889634)
+W = gl.constexpr(32)  # channels per slice: 16 fp32 registers a thread
+WR = gl.constexpr(16)  # narrower where the 64 score accumulators are live
+
+# Tile layouts. M3 [tile, token, channel]: warp = tile. M2: the same registers seen as [64, channel].
+M3 = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
+M2 = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
+# Pairs of tiles: batch = pair, rows 32.
+MP = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
+A3H = gl.constexpr(gl.DotOperandLayout(0, M3.value, 2))
+B3H = gl.constexpr(gl.DotOperandLayout(1, M3.value, 2))
+A3F = gl.constexpr(gl.DotOperandLayout(0, M3.value, 1))
+B3F = gl.constexpr(gl.DotOperandLayout(1, M3.value, 1))
+A2H = gl.constexpr(gl.DotOperandLayout(0, M2.value, 2))
+B2H = gl.constexpr(gl.DotOperandLayout(1, M2.value, 2))
+APH = gl.constexpr(gl.DotOperandLayout(0, MP.value, 2))
+BPH = gl.constexpr(gl.DotOperandLayout(1, MP.value, 2))
+def _sum_operand(width):
+    """B operand of the in-tile sums, as [64, width]: tokens along k."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [8, 0], [0, 8], [0, 16]][: 2 + width // 16],
+        lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, width],
+    )
+
+
+LB = gl.constexpr(_sum_operand(32))
+LBR = gl.constexpr(_sum_operand(16))
+# Even tiles as the B operand of the pair product [2, 16, WR]: both warps of a pair hold the pair's first tile.
+LPAIR = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 8, 0], [0, 0, 8]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[0, 0, 0], [1, 0, 0]],
+        block_bases=[],
+        shape=[2, 16, 16],
+    )
+)
+LPAIRX = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0], [0, 8, 0], [0, 0, 8]],
+        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        warp_bases=[[0, 0, 0], [1, 0, 0]],
+        block_bases=[],
+        shape=[2, 16, 16],
+    )
+)
+# Substitution: a thread owns one column of one tile's inverse [tile, column, row].
+LX = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 0, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 16, 16],
+    )
+)
+F1 = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+LC = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+FR = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
+S64 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
+FLAT1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def _ex2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _rcp(x):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _rsqrt(x):
+    return gl.inline_asm_elementwise(
+        "rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _rows(smem, s: gl.constexpr, width: gl.constexpr):
+    """Slice s of a raw [64, 128] tile as fp32 [4, 16, width] in the accumulator layout."""
+    x = smem.slice(width * s, width, dim=1).load(M2)
+    return gl.convert_layout(x.reshape([4, 16, width]), M3, assert_trivial=True).to(gl.float32)
+
+
+@gluon.jit
+def _flat(x):
+    """[4, 16, width] registers seen as [64, width]."""
+    return gl.convert_layout(x.reshape([64, x.shape[2]]), M2, assert_trivial=True)
+
+
+@gluon.jit
+def _permuted(x):
+    """Channel order in which accumulator registers are a tf32 operand; the order of a contraction is free."""
+    width: gl.constexpr = x.shape[2]
+    return x.reshape([4, 16, width // 8, 4, 2]).permute((0, 1, 2, 4, 3)).reshape([4, 16, width])
+
+
+@gluon.jit
+def _half_view(g_s):
+    """The gate tile as fp16: decays replace the raw gate in place."""
+    return g_s._reinterpret(gl.float16, [64, 128], S64)
+
+
+@gluon.jit
+def _gate_slice(g_s, c2_s, t_s, c1, bound2, n, s: gl.constexpr):
+    """Log2 decay of slice s in fp16 (error of a decay at most 9e-5, see docs/kernels.md); sums tiles into t_s."""
+    x = g_s.slice(W * s, W, dim=1).load(LB).to(gl.float32)
+    c2 = c2_s.slice(W * s, W, dim=0).load(gl.SliceLayout(0, LB))
+    x = bound2 * _rcp(1.0 + _ex2(x * c1 + c2[None, :]))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LB))
+    x = gl.where((row < n)[:, None], x, 0.0).to(gl.float16)
+    t = gl.sum(x.to(gl.float32).reshape([4, 16, W]), axis=1)
+    t_s.slice(W * s, W, dim=1).store(t)
+    _half_view(g_s).slice(W * s, W, dim=1).store(x)
+
+
+@gluon.jit
+def _line(smem, i: gl.constexpr):
+    """Row i of a [4, 128] buffer, as [1, 128]."""
+    return smem.slice(i, 1, dim=0)
+
+
+@gluon.jit
+def _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s):
+    """Per-channel factors that move a tile's scaling from its own anchor to the chunk's."""
+    t0 = _line(t_s, 0).load(FR)
+    t1 = _line(t_s, 1).load(FR)
+    t2 = _line(t_s, 2).load(FR)
+    t3 = _line(t_s, 3).load(FR)
+    one = gl.full([1, 128], 1.0, gl.float32, FR)
+    e1 = _ex2(t1)
+    e2 = _ex2(t2)
+    _line(xb_s, 0).store(e1)
+    _line(xb_s, 1).store(one)
+    _line(xb_s, 2).store(one)
+    _line(xb_s, 3).store(e2)
+    _line(fk_s, 0).store(one)
+    _line(fk_s, 1).store(_ex2(t0))
+    _line(fk_s, 2).store(_ex2(t0 + t1))
+    _line(fk_s, 3).store(_ex2(t0 + t1 + t2))
+    _line(ck_s, 0).store(_ex2(t1 + t2 + t3))
+    _line(ck_s, 1).store(_ex2(t2 + t3))
+    _line(ck_s, 2).store(_ex2(t3))
+    _line(ck_s, 3).store(one)
+    dec_s.store(_ex2(t0 + t1 + t2 + t3))
+
+
+@gluon.jit
+def _tri(upper: gl.constexpr):
+    """fp16 ones on and below the diagonal, or strictly above it."""
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, A3H)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A3H)))[None, None, :]
+    if upper:
+        m = j > i
+    else:
+        m = j <= i
+    return gl.where(m, 1.0, 0.0).to(gl.float16) + gl.full([4, 16, 16], 0.0, gl.float16, A3H)
+
+
+@gluon.jit
+def _column_slice(g_s, k_s, rk, n, kc_s, kh_s, ck_s, s: gl.constexpr):
+    """Keys scaled to the end of their tile (kc) and of the chunk (kh)."""
+    g16 = _half_view(g_s).slice(W * s, W, dim=1).load(LB).reshape([4, 16, W])
+    g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
+    hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, W], gl.float32, M3))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2)).reshape([4, 16])
+    row = gl.convert_layout(row, gl.SliceLayout(2, M3), assert_trivial=True)
+    k = gl.where((row < n)[:, :, None], _rows(k_s, s, W), 0.0)
+    col = k * rk[:, :, None] * _ex2(hs)
+    kc_s.index(s).store(_flat(col.to(gl.float16)))
+    ck = ck_s.slice(W * s, W, dim=1).load(gl.SliceLayout(1, M3))
+    kh_s.slice(W * s, W, dim=1).store(_flat((col * ck[:, None, :]).to(gl.float16)))
+
+
+@gluon.jit
+def _far_column(kc_s, cb_s, t_s):
+    """Keys of tile 0 scaled to the end of tile 1: the far block's second column tile."""
+    for s in gl.static_range(4):
+        t1 = t_s.slice(1, 1, dim=0).slice(W * s, W, dim=1).load(LC)
+        x = kc_s.index(s).slice(0, 16, dim=0).load(LC).to(gl.float32) * _ex2(t1)
+        cb_s.index(s).store(x.to(gl.float16))
+
+
+@gluon.jit
+def _score_slice(row, row_xb, dcol_f, kc_b, cb_b, kc1_b, diag, adj, far0, far1):
+    """Adds slice s of one row operand to its diagonal, neighbour and far scores."""
+    a = gl.convert_layout(_permuted(row), A3F, assert_trivial=True)
+    diag = mma_v2(a, dcol_f, diag, input_precision="tf32")
+    a = _flat(row.to(gl.float16)).reshape([2, 32, WR])
+    adj = mma_v2(gl.convert_layout(a, APH, assert_trivial=True), kc_b, adj)
+    a = gl.convert_layout(_flat(row_xb.to(gl.float16)), A2H, assert_trivial=True)
+    far0 = mma_v2(a, cb_b, far0)
+    far1 = mma_v2(a, kc1_b, far1)
+    return diag, adj, far0, far1
+
+
+@gluon.jit
+def _row_slice(g_s, q_s, k_s, rq, rk, n, kc_s, cb_s, kt_s, qt_s, xb_s, fk_s, acc, s: gl.constexpr):
+    """Row operands of slice s: adds their scores to acc and writes Kt and Qt."""
+    ld, la, l0, l1, md, ma, m0, m1 = acc
+    g16 = _half_view(g_s).slice(WR * s, WR, dim=1).load(LBR).reshape([4, 16, WR])
+    g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
+    g = mma_v2(_tri(False), g16, gl.zeros([4, 16, WR], gl.float32, M3))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2)).reshape([4, 16])
+    row = gl.convert_layout(row, gl.SliceLayout(2, M3), assert_trivial=True)
+    k = gl.where((row < n)[:, :, None], _rows(k_s, s, WR), 0.0) * rk[:, :, None]
+    dcol = _permuted(k * _ex2(-g)).permute((0, 2, 1))
+    dcol = gl.convert_layout(dcol, B3F, assert_trivial=True)
+    xb = xb_s.slice(WR * s, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
+    fk = fk_s.slice(WR * s, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
+    er = _ex2(g)
+    kc = kc_s.index(s // 2).slice(WR * (s % 2), WR, dim=1)
+    kc_b = kc_s.index(s // 2).reshape([2, 32, W]).slice(0, 16, dim=1).slice(WR * (s % 2), WR, dim=2).load(LPAIR).permute((0, 2, 1))
+    kc_b = gl.convert_layout(kc_b, BPH, assert_trivial=True)
+    cb_b = cb_s.index(s // 2).slice(WR * (s % 2), WR, dim=1).permute((1, 0)).load(B2H)
+    kc1_b = kc.slice(16, 16, dim=0).permute((1, 0)).load(B2H)
+    kr = k * er
+    ld, la, l0, l1 = _score_slice(kr, kr * xb, dcol, kc_b, cb_b, kc1_b, ld, la, l0, l1)
+    kt_s.slice(WR * s, WR, dim=1).store(_flat((kr * fk).to(gl.float16)))
+    qr = _rows(q_s, s, WR) * rq[:, :, None] * er
+    md, ma, m0, m1 = _score_slice(qr, qr * xb, dcol, kc_b, cb_b, kc1_b, md, ma, m0, m1)
+    qt_s.slice(WR * s, WR, dim=1).store(_flat((qr * fk).to(gl.float16)))
+    return ld, la, l0, l1, md, ma, m0, m1
+
+
+@gluon.jit
+def _halves(diag, adj):
+    """[64, 32] of the two 32 x 32 diagonal blocks, from diagonal tiles and the neighbours of odd tiles."""
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, M3)))[:, None, None]
+    odd = (tile & 1) == 1
+    x = gl.join(gl.where(odd, adj, diag), gl.where(odd, diag, 0.0))
+    x = x.permute((0, 1, 3, 2)).reshape([64, 32])
+    return gl.convert_layout(x, M2, assert_trivial=True)
+
+
+@gluon.jit
+def _join_far(f0, f1):
+    """Two [64, 16] column tiles as [64, 32]."""
+    x = gl.join(f0, f1).permute((0, 2, 1)).reshape([64, 32])
+    return gl.convert_layout(x, M2, assert_trivial=True)
+
+
+@gluon.jit
+def _substitute(lt_s):
+    """Inverse of 1 + L for four 16 x 16 tiles in fp32; lt_s holds L as [column, tile, row]. [tile, column, row]."""
+    col = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX)))[None, :, None]
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX)))[None, None, :]
+    x = gl.where(col == row, 1.0, 0.0) + gl.full([4, 16, 16], 0.0, gl.float32, LX)
+    for j in gl.static_range(15):
+        lj = lt_s.index(j).load(gl.SliceLayout(1, LX))[:, None, :]
+        xj = gl.sum(gl.where(row == j, x.to(gl.int32, bitcast=True), 0), axis=2).to(gl.float32, bitcast=True)
+        x = gl.where(row > j, x - lj * xj[:, :, None], x)
+    return x
+
+
+@gluon.jit
+def _invert(ld, la, lf, lt_s, x_s, p_s, th_s, p2_s):
+    """(1 + L)^-1 of the chunk: returns its two 32 x 32 diagonal blocks and the block below them, [64, 32] each."""
+    lt_s._reinterpret(gl.float32, [16, 4, 16], FLAT3).permute((1, 2, 0)).store(ld)
+    gl.thread_barrier()
+    x = _substitute(lt_s)
+    x_s.permute((0, 2, 1)).store(x.to(gl.float16))
+    gl.thread_barrier()
+    # Neighbour below a diagonal tile: -X_a L_ab X_b for (a, b) = (1, 0), (3, 2).
+    lap = gl.convert_layout(la.to(gl.float16), APH, assert_trivial=True)
+    xe = x_s.reshape([2, 32, 16]).slice(0, 16, dim=1).load(LPAIRX)
+    p = mma_v2(lap, gl.convert_layout(xe, BPH, assert_trivial=True), gl.zeros([2, 32, 16], gl.float32, MP))
+    p_s.store(p.reshape([4, 16, 16]).to(gl.float16))
+    xa = x_s.load(A3H)
+    gl.thread_barrier()
+    adj = -mma_v2(xa, p_s.load(B3H), gl.zeros([4, 16, 16], gl.float32, M3))
+    diag = gl.convert_layout(xa, M3).to(gl.float32)
+    th = _halves(diag, adj)
+    th16 = th.to(gl.float16)
+    th_s.store(th16)
+    gl.thread_barrier()
+    # Block of tiles 2, 3 against 0, 1: -T_hi L T_lo. Rows 0..31 of both products are unused.
+    lfh = gl.convert_layout(lf.to(gl.float16), A2H, assert_trivial=True)
+    p2 = mma_v2(lfh, th_s.slice(0, 32, dim=0).load(B2H), gl.zeros([64, 32], gl.float32, M2))
+    p2_s.store(p2.to(gl.float16))
+    gl.thread_barrier()
+    tha = gl.convert_layout(th16, A2H, assert_trivial=True)
+    low = -mma_v2(tha, p2_s.slice(32, 32, dim=0).load(B2H), gl.zeros([64, 32], gl.float32, M2))
+    return th, low
+
+
+@gluon.jit
+def _store_lower(dst_s, halves, far, scale_lo, scale_hi):
+    """Writes a block lower triangular [64, 64] from its diagonal halves and its lower left block."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2))[:, None]
+    lo = gl.where(row < 32, halves, far) * scale_lo
+    hi = gl.where(row < 32, 0.0, halves) * scale_hi
+    dst_s.slice(0, 32, dim=1).store(lo.to(gl.float16))
+    dst_s.slice(32, 32, dim=1).store(hi.to(gl.float16))

@@ -1,0 +1,343 @@
+"""The fused Hopper forward kernel; see factors.py for the chunk algebra."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .factors import (
+    A3H, F1, FLAT1, FLAT2, FLAT3, LOG2E, M2, M3, MP, S64, W,
+    _column_slice, _gate_slice, _far_column, _halves, _invert, _join_far, _row_slice, _rows, _rsqrt, _store_lower, _tile_factors,
+)
+
+ACC_T = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+ACC_S = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+A_T = gl.constexpr(gl.DotOperandLayout(0, ACC_T.value, 2))
+A_S = gl.constexpr(gl.DotOperandLayout(0, ACC_S.value, 2))
+S128 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+LROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _norms(q_s, k_s, scale):
+    """scale / |q| and 1 / |k| of the 64 tokens, in rows of the accumulator layout."""
+    qq = gl.zeros([4, 16, W], gl.float32, M3)
+    kk = gl.zeros([4, 16, W], gl.float32, M3)
+    for s in gl.static_range(4):
+        q = _rows(q_s, s, W)
+        k = _rows(k_s, s, W)
+        qq += q * q
+        kk += k * k
+    return scale * _rsqrt(gl.sum(qq, axis=2) + 1e-6), _rsqrt(gl.sum(kk, axis=2) + 1e-6)
+
+
+@gluon.jit
+def _beta(beta_ptr, row0, n, hv, HV):
+    i = gl.arange(0, 64, layout=F1)
+    x = gl.load(beta_ptr + (row0 + i).to(gl.int64) * HV + hv, mask=i < n, other=0.0).to(gl.float32)
+    return gl.where(i < n, 1.0 / (1.0 + gl.exp(-x)), 0.0)
+
+
+@gluon.jit
+def factor_partition(
+    q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, bars, row0, length, hq, hv, HV, scale, bound,
+):
+    """Warpgroup that turns raw chunks into state operands, one chunk ahead of the state."""
+    q_s, k_s, g_s = raw
+    kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s, lt_s, x_s, p_s, th_s, p2_s = work
+    kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
+    qk_full, g_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+
+    chan = gl.arange(0, 128, layout=F1)
+    c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
+    c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
+    bound2 = bound * LOG2E
+    chunks = (length + 63) // 64
+    some = length > 0
+    mbarrier.expect(g_full, 16384, pred=some)
+    tma.async_copy_global_to_shared(g_desc, [row0, hv * 128], g_full, g_s, pred=some)
+    mbarrier.expect(qk_full.index(0), 32768, pred=some)
+    tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], qk_full.index(0), q_s.index(0), pred=some)
+    tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], qk_full.index(0), k_s.index(0), pred=some)
+    beta = _beta(beta_ptr, row0, length, hv, HV)
+    row4 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
+    col4 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
+
+    for c in range(chunks):
+        n = length - c * 64
+        st = c & 1
+        more = c + 1 < chunks
+        nst = (c + 1) & 1
+        mbarrier.expect(qk_full.index(nst), 32768, pred=more)
+        row = row0 + (c + 1) * 64
+        tma.async_copy_global_to_shared(q_desc, [row, hq * 128], qk_full.index(nst), q_s.index(nst), pred=more)
+        tma.async_copy_global_to_shared(k_desc, [row, hq * 128], qk_full.index(nst), k_s.index(nst), pred=more)
+        b_s.store(beta)
+        if more:
+            beta = _beta(beta_ptr, row, n - 64, hv, HV)
+
+        mbarrier.wait(g_full, c & 1)
+        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 0)
+        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 1)
+        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 2)
+        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 3)
+        mbarrier.wait(kh_free.index(st), ((c >> 1) & 1) ^ 1)
+        _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s.index(st))
+        mbarrier.wait(qk_full.index(st), (c >> 1) & 1)
+        qc = q_s.index(st)
+        kc = k_s.index(st)
+        rq, rk = _norms(qc, kc, scale)
+        kh = kh_s.index(st)
+        gl.thread_barrier()
+        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 0)
+        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 1)
+        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 2)
+        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 3)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(kh_ready.index(st), count=1)
+
+        _far_column(kc_s, cb_s, t_s)
+        mbarrier.wait(kq_free, (c & 1) ^ 1)
+        z3 = gl.zeros([4, 16, 16], gl.float32, M3)
+        zp = gl.zeros([2, 32, 16], gl.float32, MP)
+        z2 = gl.zeros([64, 16], gl.float32, M2)
+        acc = (z3, zp, z2, z2, z3, zp, z2, z2)
+        for s in gl.static_range(8):
+            acc = _row_slice(g_s, qc, kc, rq, rk, n, kc_s, cb_s, kt_s, qt_s, xb_s, fk_s, acc, s)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(kq_ready, count=1)
+        mbarrier.expect(g_full, 16384, pred=more)
+        tma.async_copy_global_to_shared(g_desc, [row, hv * 128], g_full, g_s, pred=more)
+
+        ld, la, l0, l1, md, ma, m0, m1 = acc
+        b3 = b_s.reshape([4, 16]).load(gl.SliceLayout(2, M3))[:, :, None]
+        bp = b_s.reshape([2, 32]).load(gl.SliceLayout(2, MP))[:, :, None]
+        b2 = b_s.load(gl.SliceLayout(1, M2))[:, None]
+        ld = gl.where(row4 > col4, ld, 0.0) * b3
+        md = gl.where(row4 >= col4, md, 0.0)
+        th, low = _invert(ld, la * bp, _join_far(l0, l1) * b2, lt_s, x_s, p_s, th_s, p2_s)
+        ma = gl.convert_layout(ma.reshape([4, 16, 16]), M3, assert_trivial=True)
+        mbarrier.wait(tm_free, (c & 1) ^ 1)
+        _store_lower(m_s, _halves(md, ma), _join_far(m0, m1), 1.0, 1.0)
+        blo = b_s.slice(0, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
+        bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
+        _store_lower(tt_s, th, low, blo, bhi)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(tm_ready, count=1)
+
+
+@gluon.jit
+def _row_scale(s, v, inv_old):
+    """Power of two that brings the larger of a state row and its values into (2^7, 2^8], and its inverse.
+
+    Row-wise bound: with |k| = 1 and beta <= 1, |u| <= |v| + |S| + 63 max|v| stays below 75 * 2^8 < 65504.
+    """
+    m = gl.maximum(gl.max(gl.abs(s), axis=1) * inv_old, gl.convert_layout(gl.max(gl.abs(v), axis=1), gl.SliceLayout(1, ACC_S)))
+    e = (m.to(gl.int32, bitcast=True) >> 23) & 255
+    e = gl.minimum(gl.maximum(e, 80), 190)
+    return ((261 - e) << 23).to(gl.float32, bitcast=True), ((e - 7) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _half(x):
+    """fp32 to fp16, opaque to common-subexpression elimination."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def _state_offsets(index, HALF: gl.constexpr):
+    """Elements of [.., K, V] held by one state warpgroup. Opaque, or the offsets stay in registers all along."""
+    v = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S))
+    v = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=gl.int32, is_pure=False, pack=1)
+    k = gl.arange(0, 128, layout=gl.SliceLayout(0, ACC_S))
+    return index.to(gl.int64) * 16384 + (k[None, :] * 128 + (v[:, None] + HALF * 64))
+
+
+@gluon.jit
+def state_partition(
+    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV,
+    HALF: gl.constexpr, HAS_S0: gl.constexpr, HAS_ST: gl.constexpr,
+):
+    """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers."""
+    kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
+    v_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+    chunks = (length + 63) // 64
+    col0 = hv * 128 + HALF * 64
+    if HAS_S0:
+        s = gl.load(s0_ptr + _state_offsets(n_seq * HV + hv, HALF))
+    else:
+        s = gl.zeros([64, 128], gl.float32, ACC_S)
+    inv = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, ACC_S))
+    tok = gl.arange(0, 64, layout=gl.SliceLayout(0, ACC_T))[None, :]
+    zero = gl.zeros([64, 64], gl.float32, ACC_T)
+
+    some = length > 0
+    mbarrier.expect(v_full.index(0), 8192, pred=some)
+    tma.async_copy_global_to_shared(v_desc, [row0, col0], v_full.index(0), v_s.index(0), pred=some)
+    for c in range(chunks):
+        st = c & 1
+        n = length - c * 64
+        v_c = v_s.index(st)
+        # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        nst = (c + 1) & 1
+        more = c + 1 < chunks
+        mbarrier.expect(v_full.index(nst), 8192, pred=more)
+        tma.async_copy_global_to_shared(
+            v_desc, [row0 + (c + 1) * 64, col0], v_full.index(nst), v_s.index(nst), pred=more
+        )
+        mbarrier.wait(v_full.index(st), (c >> 1) & 1)
+        v = gl.where(tok < n, v_c.permute((1, 0)).load(ACC_T).to(gl.float32), 0.0)
+        sc, inv_new = _row_scale(s, v, inv)
+        s = s * (sc * inv)[:, None]
+        inv = inv_new
+        mbarrier.wait(kq_ready, c & 1)
+        a = gl.convert_layout(s.to(gl.float16), A_T)
+        r = warpgroup_mma(a, kt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
+        r = warpgroup_mma_wait(0, deps=[r])
+        v = gl.where(tok < n, v_c.permute((1, 0)).load(ACC_T).to(gl.float32), 0.0)
+        a = gl.convert_layout((v * sc_t - r).to(gl.float16), A_T)
+        mbarrier.wait(tm_ready, c & 1)
+        u = warpgroup_mma(a, tt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        u = warpgroup_mma_wait(0, deps=[u])
+        u16 = u.to(gl.float16)
+        # Converted again instead of kept: 32 registers less while r and u are live.
+        o = warpgroup_mma(gl.convert_layout(_half(s), A_T), qt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        o = warpgroup_mma(gl.convert_layout(u16, A_T), m_s.permute((1, 0)), o, is_async=True)
+        mbarrier.wait(kh_ready.index(st), (c >> 1) & 1)
+        dec = dec_s.index(st).reshape([128]).load(gl.SliceLayout(0, ACC_S))
+        s = s * dec[None, :]
+        s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
+        o = warpgroup_mma_wait(1, deps=[o])
+        gl.thread_barrier()
+        mbarrier.arrive(kq_free, count=1)
+        mbarrier.arrive(tm_free, count=1)
+        s = warpgroup_mma_wait(0, deps=[s])
+        gl.thread_barrier()
+        mbarrier.arrive(kh_free.index(st), count=1)
+
+        o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
+        v_c.permute((1, 0)).store(o.to(v_c.dtype))
+        row = row0 + c * 64
+        if n >= 64:
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(o_desc, [row, col0], v_c)
+        else:
+            gl.thread_barrier()
+            i = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))[:, None]
+            j = gl.arange(0, 64, layout=gl.SliceLayout(0, LROW))[None, :]
+            gl.store(o_ptr + (row + i).to(gl.int64) * (HV * 128) + (col0 + j), v_c.load(LROW), mask=i < n)
+    tma.store_wait(0)
+    if HAS_ST:
+        gl.store(st_ptr + _state_offsets(n_seq * HV + hv, HALF), s * inv[:, None])
+
+
+@gluon.jit
+def _work_buffers():
+    """Scratch of the factor warpgroup."""
+    kc_s = gl.allocate_shared_memory(gl.float16, [4, 64, W], S64)
+    cb_s = gl.allocate_shared_memory(gl.float16, [4, 16, W], S64)
+    t_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
+    xb_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
+    fk_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
+    ck_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
+    c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
+    b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
+    # The scores are in registers by the time of the inversion, so its buffers reuse kc_s.
+    lt_s = kc_s.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
+    th_s = kc_s.index(1)
+    p2_s = kc_s.index(2)
+    xp_s = kc_s.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
+    x_s = xp_s.index(0)
+    p_s = xp_s.index(1)
+    return kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s, lt_s, x_s, p_s, th_s, p2_s
+
+
+@gluon.jit
+def _bars(count: gl.constexpr, arrivals: gl.constexpr):
+    b = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(b.index(i), count=arrivals)
+    return b
+
+
+@gluon.jit
+def _allocate():
+    """Shared memory and barriers of a CTA, grouped by who uses them."""
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], S64)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], S64)
+    g_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
+    v0_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
+    v1_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
+    kt_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
+    qt_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
+    kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
+    dec_s = gl.allocate_shared_memory(gl.float32, [2, 1, 128], FLAT2)
+    tt_s = gl.allocate_shared_memory(gl.float16, [64, 64], S64)
+    m_s = gl.allocate_shared_memory(gl.float16, [64, 64], S64)
+    work = _work_buffers()
+    qk_full = _bars(2, 1)
+    g_full = _bars(1, 1).index(0)
+    v0_full = _bars(2, 1)
+    v1_full = _bars(2, 1)
+    kq_ready = _bars(1, 1).index(0)
+    kq_free = _bars(1, 2).index(0)
+    kh_ready = _bars(2, 1)
+    kh_free = _bars(2, 2)
+    tm_ready = _bars(1, 1).index(0)
+    tm_free = _bars(1, 2).index(0)
+    fence_async_shared()
+    ops = (kt_s, qt_s, kh_s, dec_s, tt_s, m_s)
+    fbars = (qk_full, g_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free)
+    sb0 = (v0_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free)
+    sb1 = (v1_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free)
+    return (q_s, k_s, g_s), (v0_s, v1_s), work, ops, fbars, sb0, sb1
+
+
+@gluon.jit
+def kda_forward_kernel(
+    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, cu_ptr,
+    T, HV, groups, scale, bound,
+    HAS_S0: gl.constexpr, HAS_ST: gl.constexpr, VARLEN: gl.constexpr,
+):
+    """One CTA a (sequence, value head): two state warpgroups and one factor warpgroup."""
+    pid = gl.program_id(0)
+    n_seq = pid // HV
+    hv = pid % HV
+    if VARLEN:
+        row0 = gl.load(cu_ptr + n_seq).to(gl.int32)
+        length = gl.load(cu_ptr + n_seq + 1).to(gl.int32) - row0
+    else:
+        row0 = n_seq * T
+        length = T
+    raw, values, work, ops, fbars, sb0, sb1 = _allocate()
+    hq = hv // groups
+    gl.warp_specialize(
+        [
+            (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, row0, length, n_seq, hv, HV,
+                               gl.constexpr(0), HAS_S0, HAS_ST)),
+            (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, row0, length, n_seq, hv, HV,
+                               gl.constexpr(1), HAS_S0, HAS_ST)),
+            (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
+                                row0, length, hq, hv, HV, scale, bound)),
+        ],
+        [4, 4],
+        [184, 136],
+    )
