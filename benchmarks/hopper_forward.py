@@ -1,6 +1,6 @@
 """Checks the Hopper forward against a float64 token recurrence, then times it.
 
-    python benchmarks/hopper_forward.py check|time
+    python benchmarks/hopper_forward.py check|time|once
 """
 
 from __future__ import annotations
@@ -126,5 +126,12 @@ def time():
         print(f"{name:14s} fast {row[0]:.4f} ms   slow {row[1]:.4f} ms", flush=True)
 
 
+def once():
+    """One launch for a profiler."""
+    for _ in range(2):
+        run(inputs([2048], 96, 96, 0.0, state=False), [2048])
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
-    sys.exit({"check": check, "time": time}[sys.argv[1]]() or 0)
+    sys.exit({"check": check, "time": time, "once": once}[sys.argv[1]]() or 0)

@@ -1,6 +1,6 @@
 """Micro-measurements behind the schedule of the Hopper forward (docs/decisions.md, Hopper).
 
-    python benchmarks/micro_hopper.py
+    python benchmarks/micro_hopper.py [roles]
 
 Prints: cycles of a dependent register-A WGMMA, in bf16 and fp16, n = 64 and 128; microseconds a 64-token step of
 each role alone (factors, state) with the other role replaced by a stub that only signals; a TMA-fed empty step.
@@ -77,14 +77,13 @@ def empty_steps(q_desc, k_desc, g_desc, v_desc, out_ptr, chunks, STAGES: gl.cons
 
 @gluon.jit
 def state_stub(ops, bars, chunks):
-    v_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+    v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
     for c in range(chunks):
         mbarrier.wait(kh_ready.index(c & 1), (c >> 1) & 1)
         mbarrier.arrive(kh_free.index(c & 1), count=2)
         mbarrier.wait(kq_ready, c & 1)
-        mbarrier.arrive(kq_free, count=2)
         mbarrier.wait(tm_ready, c & 1)
-        mbarrier.arrive(tm_free, count=2)
+        mbarrier.arrive(free, count=2)
 
 
 @gluon.jit
@@ -94,13 +93,12 @@ def no_work(chunks):
 
 @gluon.jit
 def factor_stub(bars, chunks):
-    qk_full, g_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+    qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
     for c in range(chunks):
         mbarrier.wait(kh_free.index(c & 1), ((c >> 1) & 1) ^ 1)
         mbarrier.arrive(kh_ready.index(c & 1), count=1)
-        mbarrier.wait(kq_free, (c & 1) ^ 1)
+        mbarrier.wait(free, (c & 1) ^ 1)
         mbarrier.arrive(kq_ready, count=1)
-        mbarrier.wait(tm_free, (c & 1) ^ 1)
         mbarrier.arrive(tm_ready, count=1)
 
 
@@ -115,23 +113,23 @@ def role_kernel(
     if STATE:
         gl.warp_specialize(
             [
+                (factor_stub, (fbars, T // 64)),
                 (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[0], ops, sb0, 0, T, 0, hv, HV,
                                    gl.constexpr(0), gl.constexpr(False), gl.constexpr(False))),
                 (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[1], ops, sb1, 0, T, 0, hv, HV,
                                    gl.constexpr(1), gl.constexpr(False), gl.constexpr(False))),
-                (factor_stub, (fbars, T // 64)),
             ],
-            [4, 4], [184, 136],
+            [4, 4], [184, 184],
         )
     else:
         gl.warp_specialize(
             [
-                (state_stub, (ops, sb0, T // 64)),
-                (no_work, (T,)),
                 (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
                                     0, T, hv, hv, HV, scale, bound)),
+                (state_stub, (ops, sb0, T // 64)),
+                (no_work, (T,)),
             ],
-            [4, 4], [184, 136],
+            [4, 4], [184, 184],
         )
 
 
@@ -152,7 +150,8 @@ def chains():
 
 
 def main():
-    chains()
+    if "roles" not in sys.argv:
+        chains()
     t, h = 8192, 96
     q, k, v, g, o = (torch.randn(1, t, h, 128, device="cuda").bfloat16() for _ in range(5))
     beta, a_log, dt = torch.randn(1, t, h, device="cuda").bfloat16(), torch.zeros(h, device="cuda"), None

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 LOG2E = gl.constexpr(1.4426950408889634)
-W = gl.constexpr(32)  # channels per slice: 16 fp32 registers a thread
+W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
 WR = gl.constexpr(16)  # narrower where the 64 score accumulators are live
 
 # Tile layouts. M3 [tile, token, channel]: warp = tile. M2: the same registers seen as [64, channel].
@@ -39,6 +39,8 @@ M2 = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1]
 MP = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
 A3H = gl.constexpr(gl.DotOperandLayout(0, M3.value, 2))
 B3H = gl.constexpr(gl.DotOperandLayout(1, M3.value, 2))
+A3B = A3H
+B3B = B3H
 A3F = gl.constexpr(gl.DotOperandLayout(0, M3.value, 1))
 B3F = gl.constexpr(gl.DotOperandLayout(1, M3.value, 1))
 A2H = gl.constexpr(gl.DotOperandLayout(0, M2.value, 2))
@@ -48,7 +50,7 @@ BPH = gl.constexpr(gl.DotOperandLayout(1, MP.value, 2))
 def _sum_operand(width):
     """B operand of the in-tile sums, as [64, width]: tokens along k."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [8, 0], [0, 8], [0, 16]][: 2 + width // 16],
+        reg_bases=[[1, 0], [8, 0]] + [[0, 8 << i] for i in range((width // 8).bit_length() - 1)],
         lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
@@ -56,7 +58,8 @@ def _sum_operand(width):
     )
 
 
-LB = gl.constexpr(_sum_operand(32))
+LB = gl.constexpr(_sum_operand(64))
+LG = gl.constexpr(_sum_operand(128))
 LBR = gl.constexpr(_sum_operand(16))
 # Even tiles as the B operand of the pair product [2, 16, WR]: both warps of a pair hold the pair's first tile.
 LPAIR = gl.constexpr(
@@ -89,7 +92,8 @@ LX = gl.constexpr(
 )
 F1 = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LC = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-FR = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
+FR = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [0, 1]))
+LROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 S64 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 FLAT1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -144,47 +148,56 @@ def _half_view(g_s):
 
 
 @gluon.jit
-def _gate_slice(g_s, c2_s, t_s, c1, bound2, n, s: gl.constexpr):
-    """Log2 decay of slice s in fp16 (error of a decay at most 9e-5, see docs/kernels.md); sums tiles into t_s."""
-    x = g_s.slice(W * s, W, dim=1).load(LB).to(gl.float32)
-    c2 = c2_s.slice(W * s, W, dim=0).load(gl.SliceLayout(0, LB))
-    x = bound2 * _rcp(1.0 + _ex2(x * c1 + c2[None, :]))
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LB))
-    x = gl.where((row < n)[:, None], x, 0.0).to(gl.float16)
-    t = gl.sum(x.to(gl.float32).reshape([4, 16, W]), axis=1)
-    t_s.slice(W * s, W, dim=1).store(t)
-    _half_view(g_s).slice(W * s, W, dim=1).store(x)
+def _clean(smem, n, fill):
+    """Replaces the rows of a raw tile past the end of the sequence: they belong to someone else."""
+    x = smem.load(LROW)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))
+    x = gl.where((row < n)[:, None], x.to(gl.float32), fill).to(x.dtype)
+    gl.thread_barrier()
+    smem.store(x)
+    gl.thread_barrier()
 
 
 @gluon.jit
-def _line(smem, i: gl.constexpr):
-    """Row i of a [4, 128] buffer, as [1, 128]."""
-    return smem.slice(i, 1, dim=0)
+def _gates(g_s, c2_s, t_s, c1, bound2):
+    """Raw gates to log2 decays in fp16, in place (error of a decay at most 9e-5); tile sums go to t_s."""
+    view = _half_view(g_s)
+    x = view.load(LG).to(gl.bfloat16, bitcast=True).to(gl.float32)
+    c2 = c2_s.load(gl.SliceLayout(0, LG))
+    x = (bound2 * _rcp(1.0 + _ex2(x * c1 + c2[None, :]))).to(gl.float16)
+    view.store(x)
+    t_s.store(gl.sum(x.to(gl.float32).reshape([4, 16, 128]), axis=1))
+
+
+@gluon.jit
+def _square_norm(x_s):
+    """|x|^2 of the 64 rows of a raw tile: the diagonal of a tensor core product of the tile with itself."""
+    x = x_s.load(M2).reshape([4, 16, 128])
+    a = gl.convert_layout(x, A3B, assert_trivial=True)
+    b = gl.convert_layout(x.permute((0, 2, 1)), B3B, assert_trivial=True)
+    d = mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
+    return gl.sum(gl.where(i == j, d, 0.0), axis=2)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
 
 
 @gluon.jit
 def _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s):
-    """Per-channel factors that move a tile's scaling from its own anchor to the chunk's."""
-    t0 = _line(t_s, 0).load(FR)
-    t1 = _line(t_s, 1).load(FR)
-    t2 = _line(t_s, 2).load(FR)
-    t3 = _line(t_s, 3).load(FR)
-    one = gl.full([1, 128], 1.0, gl.float32, FR)
-    e1 = _ex2(t1)
-    e2 = _ex2(t2)
-    _line(xb_s, 0).store(e1)
-    _line(xb_s, 1).store(one)
-    _line(xb_s, 2).store(one)
-    _line(xb_s, 3).store(e2)
-    _line(fk_s, 0).store(one)
-    _line(fk_s, 1).store(_ex2(t0))
-    _line(fk_s, 2).store(_ex2(t0 + t1))
-    _line(fk_s, 3).store(_ex2(t0 + t1 + t2))
-    _line(ck_s, 0).store(_ex2(t1 + t2 + t3))
-    _line(ck_s, 1).store(_ex2(t2 + t3))
-    _line(ck_s, 2).store(_ex2(t3))
-    _line(ck_s, 3).store(one)
-    dec_s.store(_ex2(t0 + t1 + t2 + t3))
+    """Per-channel factors that move a tile's scaling from its own anchor to the chunk's (fk, ck) or tile 1's (xb)."""
+    t = t_s.load(FR)
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, FR))[:, None]
+    before = gl.associative_scan(t, 0, _sum) - t
+    after = gl.associative_scan(t, 0, _sum, reverse=True) - t
+    t2 = gl.sum(gl.where(tile == 2, t, 0.0), axis=0)[None, :]
+    xb_s.store(_ex2(gl.where(tile == 3, t2, 0.0)))
+    fk_s.store(_ex2(gl.minimum(before, 0.0)))
+    ck_s.store(_ex2(gl.minimum(after, 0.0)))
+    dec_s.store(_ex2(gl.sum(t, axis=0)))
 
 
 @gluon.jit
@@ -200,16 +213,13 @@ def _tri(upper: gl.constexpr):
 
 
 @gluon.jit
-def _column_slice(g_s, k_s, rk, n, kc_s, kh_s, ck_s, s: gl.constexpr):
+def _column_slice(g_s, k_s, rk, kc_s, kh_s, ck_s, s: gl.constexpr):
     """Keys scaled to the end of their tile (kc) and of the chunk (kh)."""
     g16 = _half_view(g_s).slice(W * s, W, dim=1).load(LB).reshape([4, 16, W])
     g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
     hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, W], gl.float32, M3))
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2)).reshape([4, 16])
-    row = gl.convert_layout(row, gl.SliceLayout(2, M3), assert_trivial=True)
-    k = gl.where((row < n)[:, :, None], _rows(k_s, s, W), 0.0)
-    col = k * rk[:, :, None] * _ex2(hs)
-    kc_s.index(s).store(_flat(col.to(gl.float16)))
+    col = _rows(k_s, s, W) * rk[:, :, None] * _ex2(hs)
+    kc_s.slice(W * s, W, dim=1).store(_flat(col.to(gl.float16)))
     ck = ck_s.slice(W * s, W, dim=1).load(gl.SliceLayout(1, M3))
     kh_s.slice(W * s, W, dim=1).store(_flat((col * ck[:, None, :]).to(gl.float16)))
 
@@ -217,10 +227,9 @@ def _column_slice(g_s, k_s, rk, n, kc_s, kh_s, ck_s, s: gl.constexpr):
 @gluon.jit
 def _far_column(kc_s, cb_s, t_s):
     """Keys of tile 0 scaled to the end of tile 1: the far block's second column tile."""
-    for s in gl.static_range(4):
-        t1 = t_s.slice(1, 1, dim=0).slice(W * s, W, dim=1).load(LC)
-        x = kc_s.index(s).slice(0, 16, dim=0).load(LC).to(gl.float32) * _ex2(t1)
-        cb_s.index(s).store(x.to(gl.float16))
+    t1 = t_s.slice(1, 1, dim=0).load(LC)
+    x = kc_s.slice(0, 16, dim=0).load(LC).to(gl.float32) * _ex2(t1)
+    cb_s.store(x.to(gl.float16))
 
 
 @gluon.jit
@@ -237,32 +246,36 @@ def _score_slice(row, row_xb, dcol_f, kc_b, cb_b, kc1_b, diag, adj, far0, far1):
 
 
 @gluon.jit
-def _row_slice(g_s, q_s, k_s, rq, rk, n, kc_s, cb_s, kt_s, qt_s, xb_s, fk_s, acc, s: gl.constexpr):
-    """Row operands of slice s: adds their scores to acc and writes Kt and Qt."""
+def _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, s: gl.constexpr):
+    """Adds the scores of slice s to acc; returns acc and the slices of Kt and Qt."""
     ld, la, l0, l1, md, ma, m0, m1 = acc
     g16 = _half_view(g_s).slice(WR * s, WR, dim=1).load(LBR).reshape([4, 16, WR])
     g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
     g = mma_v2(_tri(False), g16, gl.zeros([4, 16, WR], gl.float32, M3))
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2)).reshape([4, 16])
-    row = gl.convert_layout(row, gl.SliceLayout(2, M3), assert_trivial=True)
-    k = gl.where((row < n)[:, :, None], _rows(k_s, s, WR), 0.0) * rk[:, :, None]
+    k = _rows(k_s, s, WR) * rk[:, :, None]
     dcol = _permuted(k * _ex2(-g)).permute((0, 2, 1))
     dcol = gl.convert_layout(dcol, B3F, assert_trivial=True)
     xb = xb_s.slice(WR * s, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
     fk = fk_s.slice(WR * s, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
     er = _ex2(g)
-    kc = kc_s.index(s // 2).slice(WR * (s % 2), WR, dim=1)
-    kc_b = kc_s.index(s // 2).reshape([2, 32, W]).slice(0, 16, dim=1).slice(WR * (s % 2), WR, dim=2).load(LPAIR).permute((0, 2, 1))
+    kc_b = kc_s.reshape([2, 32, 128]).slice(0, 16, dim=1).slice(WR * s, WR, dim=2).load(LPAIR).permute((0, 2, 1))
     kc_b = gl.convert_layout(kc_b, BPH, assert_trivial=True)
-    cb_b = cb_s.index(s // 2).slice(WR * (s % 2), WR, dim=1).permute((1, 0)).load(B2H)
-    kc1_b = kc.slice(16, 16, dim=0).permute((1, 0)).load(B2H)
+    cb_b = cb_s.slice(WR * s, WR, dim=1).permute((1, 0)).load(B2H)
+    kc1_b = kc_s.slice(16, 16, dim=0).slice(WR * s, WR, dim=1).permute((1, 0)).load(B2H)
     kr = k * er
     ld, la, l0, l1 = _score_slice(kr, kr * xb, dcol, kc_b, cb_b, kc1_b, ld, la, l0, l1)
-    kt_s.slice(WR * s, WR, dim=1).store(_flat((kr * fk).to(gl.float16)))
+    kt = (kr * fk).to(gl.float16)
     qr = _rows(q_s, s, WR) * rq[:, :, None] * er
     md, ma, m0, m1 = _score_slice(qr, qr * xb, dcol, kc_b, cb_b, kc1_b, md, ma, m0, m1)
-    qt_s.slice(WR * s, WR, dim=1).store(_flat((qr * fk).to(gl.float16)))
-    return ld, la, l0, l1, md, ma, m0, m1
+    qt = (qr * fk).to(gl.float16)
+    return (ld, la, l0, l1, md, ma, m0, m1), kt, qt
+
+
+@gluon.jit
+def _store_pair(dst_s, x0, x1, s: gl.constexpr):
+    """Two neighbouring slices as channels 2 s WR .. 2 (s + 1) WR of an operand."""
+    x = gl.join(x0, x1).permute((0, 1, 3, 2)).reshape([64, 2 * WR])
+    dst_s.slice(2 * WR * s, 2 * WR, dim=1).store(gl.convert_layout(x, M2, assert_trivial=True))
 
 
 @gluon.jit

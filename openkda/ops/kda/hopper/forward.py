@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .factors import (
-    A3H, F1, FLAT1, FLAT2, FLAT3, LOG2E, M2, M3, MP, S64, W,
-    _column_slice, _gate_slice, _far_column, _halves, _invert, _join_far, _row_slice, _rows, _rsqrt, _store_lower, _tile_factors,
+    F1, FLAT1, FLAT2, FLAT3, LOG2E, LROW, M2, M3, MP, S64,
+    _clean, _column_slice, _far_column, _gates, _halves, _invert, _join_far, _row_slice, _rsqrt, _square_norm,
+    _store_lower, _store_pair, _tile_factors,
 )
 
 ACC_T = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -24,20 +25,6 @@ ACC_S = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4,
 A_T = gl.constexpr(gl.DotOperandLayout(0, ACC_T.value, 2))
 A_S = gl.constexpr(gl.DotOperandLayout(0, ACC_S.value, 2))
 S128 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-LROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-
-@gluon.jit
-def _norms(q_s, k_s, scale):
-    """scale / |q| and 1 / |k| of the 64 tokens, in rows of the accumulator layout."""
-    qq = gl.zeros([4, 16, W], gl.float32, M3)
-    kk = gl.zeros([4, 16, W], gl.float32, M3)
-    for s in gl.static_range(4):
-        q = _rows(q_s, s, W)
-        k = _rows(k_s, s, W)
-        qq += q * q
-        kk += k * k
-    return scale * _rsqrt(gl.sum(qq, axis=2) + 1e-6), _rsqrt(gl.sum(kk, axis=2) + 1e-6)
 
 
 @gluon.jit
@@ -55,7 +42,7 @@ def factor_partition(
     q_s, k_s, g_s = raw
     kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s, lt_s, x_s, p_s, th_s, p2_s = work
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
-    qk_full, g_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+    qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
 
     chan = gl.arange(0, 128, layout=F1)
     c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
@@ -85,35 +72,36 @@ def factor_partition(
         if more:
             beta = _beta(beta_ptr, row, n - 64, hv, HV)
 
-        mbarrier.wait(g_full, c & 1)
-        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 0)
-        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 1)
-        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 2)
-        _gate_slice(g_s, c2_s, t_s, c1, bound2, n, 3)
-        mbarrier.wait(kh_free.index(st), ((c >> 1) & 1) ^ 1)
-        _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s.index(st))
-        mbarrier.wait(qk_full.index(st), (c >> 1) & 1)
         qc = q_s.index(st)
         kc = k_s.index(st)
-        rq, rk = _norms(qc, kc, scale)
+        mbarrier.wait(qk_full.index(st), (c >> 1) & 1)
+        mbarrier.wait(g_full, c & 1)
+        if n < 64:
+            _clean(kc, n, 0.0)
+            _clean(g_s, n, -3.0e38)
+        _gates(g_s, c2_s, t_s, c1, bound2)
+        rq = scale * _rsqrt(_square_norm(qc) + 1e-6)
+        rk = _rsqrt(_square_norm(kc) + 1e-6)
+        mbarrier.wait(kh_free.index(st), ((c >> 1) & 1) ^ 1)
+        _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s.index(st))
         kh = kh_s.index(st)
-        gl.thread_barrier()
-        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 0)
-        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 1)
-        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 2)
-        _column_slice(g_s, kc, rk, n, kc_s, kh, ck_s, 3)
+        for s in gl.static_range(2):
+            _column_slice(g_s, kc, rk, kc_s, kh, ck_s, s)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(kh_ready.index(st), count=1)
 
         _far_column(kc_s, cb_s, t_s)
-        mbarrier.wait(kq_free, (c & 1) ^ 1)
+        mbarrier.wait(free, (c & 1) ^ 1)
         z3 = gl.zeros([4, 16, 16], gl.float32, M3)
         zp = gl.zeros([2, 32, 16], gl.float32, MP)
         z2 = gl.zeros([64, 16], gl.float32, M2)
         acc = (z3, zp, z2, z2, z3, zp, z2, z2)
-        for s in gl.static_range(8):
-            acc = _row_slice(g_s, qc, kc, rq, rk, n, kc_s, cb_s, kt_s, qt_s, xb_s, fk_s, acc, s)
+        for s in gl.static_range(4):
+            acc, k0, q0 = _row_slice(g_s, qc, kc, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s)
+            acc, k1, q1 = _row_slice(g_s, qc, kc, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s + 1)
+            _store_pair(kt_s, k0, k1, s)
+            _store_pair(qt_s, q0, q1, s)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(kq_ready, count=1)
@@ -128,7 +116,6 @@ def factor_partition(
         md = gl.where(row4 >= col4, md, 0.0)
         th, low = _invert(ld, la * bp, _join_far(l0, l1) * b2, lt_s, x_s, p_s, th_s, p2_s)
         ma = gl.convert_layout(ma.reshape([4, 16, 16]), M3, assert_trivial=True)
-        mbarrier.wait(tm_free, (c & 1) ^ 1)
         _store_lower(m_s, _halves(md, ma), _join_far(m0, m1), 1.0, 1.0)
         blo = b_s.slice(0, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
         bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
@@ -174,7 +161,7 @@ def state_partition(
 ):
     """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
-    v_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free = bars
+    v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
     chunks = (length + 63) // 64
     col0 = hv * 128 + HALF * 64
     if HAS_S0:
@@ -182,7 +169,6 @@ def state_partition(
     else:
         s = gl.zeros([64, 128], gl.float32, ACC_S)
     inv = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, ACC_S))
-    tok = gl.arange(0, 64, layout=gl.SliceLayout(0, ACC_T))[None, :]
     zero = gl.zeros([64, 64], gl.float32, ACC_T)
 
     some = length > 0
@@ -192,6 +178,22 @@ def state_partition(
         st = c & 1
         n = length - c * 64
         v_c = v_s.index(st)
+        mbarrier.wait(v_full.index(st), (c >> 1) & 1)
+        if n < 64:
+            _clean(v_c, n, 0.0)
+        v = v_c.permute((1, 0)).load(ACC_T).to(gl.float32)
+        sc, inv_new = _row_scale(s, v, inv)
+        s = s * (sc * inv)[:, None]
+        inv = inv_new
+        mbarrier.wait(kq_ready, c & 1)
+        a = gl.convert_layout(s.to(gl.float16), A_T)
+        r = warpgroup_mma(a, kt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
+        r = warpgroup_mma_wait(0, deps=[r])
+        v = v_c.permute((1, 0)).load(ACC_T).to(gl.float32)
+        a = gl.convert_layout((v * sc_t - r).to(gl.float16), A_T)
+        mbarrier.wait(tm_ready, c & 1)
+        u = warpgroup_mma(a, tt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
         # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
         tma.store_wait(0)
         gl.thread_barrier()
@@ -201,33 +203,18 @@ def state_partition(
         tma.async_copy_global_to_shared(
             v_desc, [row0 + (c + 1) * 64, col0], v_full.index(nst), v_s.index(nst), pred=more
         )
-        mbarrier.wait(v_full.index(st), (c >> 1) & 1)
-        v = gl.where(tok < n, v_c.permute((1, 0)).load(ACC_T).to(gl.float32), 0.0)
-        sc, inv_new = _row_scale(s, v, inv)
-        s = s * (sc * inv)[:, None]
-        inv = inv_new
-        mbarrier.wait(kq_ready, c & 1)
-        a = gl.convert_layout(s.to(gl.float16), A_T)
-        r = warpgroup_mma(a, kt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-        sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
-        r = warpgroup_mma_wait(0, deps=[r])
-        v = gl.where(tok < n, v_c.permute((1, 0)).load(ACC_T).to(gl.float32), 0.0)
-        a = gl.convert_layout((v * sc_t - r).to(gl.float16), A_T)
-        mbarrier.wait(tm_ready, c & 1)
-        u = warpgroup_mma(a, tt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
         u = warpgroup_mma_wait(0, deps=[u])
         u16 = u.to(gl.float16)
         # Converted again instead of kept: 32 registers less while r and u are live.
         o = warpgroup_mma(gl.convert_layout(_half(s), A_T), qt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
         o = warpgroup_mma(gl.convert_layout(u16, A_T), m_s.permute((1, 0)), o, is_async=True)
         mbarrier.wait(kh_ready.index(st), (c >> 1) & 1)
-        dec = dec_s.index(st).reshape([128]).load(gl.SliceLayout(0, ACC_S))
+        dec = dec_s.index(st).load(gl.SliceLayout(0, ACC_S))
         s = s * dec[None, :]
         s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
         o = warpgroup_mma_wait(1, deps=[o])
         gl.thread_barrier()
-        mbarrier.arrive(kq_free, count=1)
-        mbarrier.arrive(tm_free, count=1)
+        mbarrier.arrive(free, count=1)
         s = warpgroup_mma_wait(0, deps=[s])
         gl.thread_barrier()
         mbarrier.arrive(kh_free.index(st), count=1)
@@ -252,8 +239,8 @@ def state_partition(
 @gluon.jit
 def _work_buffers():
     """Scratch of the factor warpgroup."""
-    kc_s = gl.allocate_shared_memory(gl.float16, [4, 64, W], S64)
-    cb_s = gl.allocate_shared_memory(gl.float16, [4, 16, W], S64)
+    kc_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
+    cb_s = gl.allocate_shared_memory(gl.float16, [16, 128], S64)
     t_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
     xb_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
     fk_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
@@ -261,10 +248,11 @@ def _work_buffers():
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
     # The scores are in registers by the time of the inversion, so its buffers reuse kc_s.
-    lt_s = kc_s.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
-    th_s = kc_s.index(1)
-    p2_s = kc_s.index(2)
-    xp_s = kc_s.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
+    quarter = kc_s._reinterpret(gl.float16, [4, 64, 32], S64)
+    lt_s = quarter.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
+    th_s = quarter.index(1)
+    p2_s = quarter.index(2)
+    xp_s = quarter.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
     x_s = xp_s.index(0)
     p_s = xp_s.index(1)
     return kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s, lt_s, x_s, p_s, th_s, p2_s
@@ -289,7 +277,7 @@ def _allocate():
     kt_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
     qt_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
     kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    dec_s = gl.allocate_shared_memory(gl.float32, [2, 1, 128], FLAT2)
+    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
     tt_s = gl.allocate_shared_memory(gl.float16, [64, 64], S64)
     m_s = gl.allocate_shared_memory(gl.float16, [64, 64], S64)
     work = _work_buffers()
@@ -298,16 +286,15 @@ def _allocate():
     v0_full = _bars(2, 1)
     v1_full = _bars(2, 1)
     kq_ready = _bars(1, 1).index(0)
-    kq_free = _bars(1, 2).index(0)
     kh_ready = _bars(2, 1)
     kh_free = _bars(2, 2)
     tm_ready = _bars(1, 1).index(0)
-    tm_free = _bars(1, 2).index(0)
+    free = _bars(1, 2).index(0)
     fence_async_shared()
     ops = (kt_s, qt_s, kh_s, dec_s, tt_s, m_s)
-    fbars = (qk_full, g_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free)
-    sb0 = (v0_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free)
-    sb1 = (v1_full, kq_ready, kq_free, kh_ready, kh_free, tm_ready, tm_free)
+    fbars = (qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free)
+    sb0 = (v0_full, kq_ready, kh_ready, kh_free, tm_ready, free)
+    sb1 = (v1_full, kq_ready, kh_ready, kh_free, tm_ready, free)
     return (q_s, k_s, g_s), (v0_s, v1_s), work, ops, fbars, sb0, sb1
 
 
@@ -331,13 +318,13 @@ def kda_forward_kernel(
     hq = hv // groups
     gl.warp_specialize(
         [
+            (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
+                                row0, length, hq, hv, HV, scale, bound)),
             (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, row0, length, n_seq, hv, HV,
                                gl.constexpr(0), HAS_S0, HAS_ST)),
             (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, row0, length, n_seq, hv, HV,
                                gl.constexpr(1), HAS_S0, HAS_ST)),
-            (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
-                                row0, length, hq, hv, HV, scale, bound)),
         ],
         [4, 4],
-        [184, 136],
+        [184, 184],
     )
