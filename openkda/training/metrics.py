@@ -1,0 +1,57 @@
+"""metrics.jsonl: one JSON object a line, training and validation lines mixed, in order of `step`; and its picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends lines; each has left the process when `write` returns.
+
+    resume_at: drop what an interrupted run wrote after that step, so that no step stands twice.
+    """
+
+    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+        self.path = path
+        if resume_at is not None and path.exists():
+            kept = [line for line in read_metrics(path) if line["step"] <= resume_at]
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(partial, path)
+
+    def write(self, line: dict[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut off by a crash is left out."""
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def draw_loss_curve(metrics: str | Path, picture: str | Path) -> None:
+    """Training and validation loss over steps as a PNG. Needs the extra `lab` (matplotlib)."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("the loss curve needs matplotlib: pip install 'openkda[lab]'") from None
+    lines = read_metrics(metrics)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for key, label, style in (("loss", "training", {"alpha": 0.7}), ("val_loss", "validation", {"marker": "o"})):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    partial = Path(picture).with_name(f".{Path(picture).name}.partial")
+    figure.savefig(partial, format="png", dpi=120)
+    os.replace(partial, picture)

@@ -1,0 +1,211 @@
+"""Everything a training run can be told, in one frozen dataclass, and `key=value` settings typed against it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from openkda.models.config import ModelConfig
+from openkda.models.presets import PRESETS
+
+# What may change when a run is continued: nothing that decides which numbers a step computes, except its length.
+CHANGEABLE = frozenset({
+    "steps", "max_seconds", "device", "log_every", "val_every", "val_tokens", "checkpoint_every", "keep",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """A training run. Raises ValueError for impossible values, showing expected and received.
+
+    One step trains on `batch_size` sequences of `seq_len` tokens, in `accumulate` equal parts whose gradients add up.
+    A run ends after `steps`, or after `max_seconds` (validation and checkpoints on the way included) if that comes
+    first; the learning rate follows whichever is nearer its end, so such a run repeats only as well as the clock does.
+    """
+
+    data: tuple[str, ...]  # files, directories, or "python-stdlib"
+    out: str  # directory of the run: step-N/, last, metrics.jsonl, loss.png, data/
+    preset: str = "demo"  # a name in PRESETS, or a config.json
+    model: Mapping[str, Any] = field(default_factory=dict)  # ModelConfig fields set on top of the preset
+    tokenizer: str = "bytes"  # or a tokenizers JSON file
+    val_data: tuple[str, ...] = ()  # held-out text; none: val_fraction of `data`, chosen by a hash of each path
+    val_fraction: float = 0.05
+
+    seq_len: int = 512
+    batch_size: int = 16
+    accumulate: int = 1
+    steps: int = 1000
+    max_seconds: float | None = None
+
+    lr: float = 4e-3  # of Muon and AdamW alike: Muon's update is scaled to AdamW's size
+    lr_end: float = 0.0  # where the cosine ends, as a fraction of lr
+    warmup: float = 0.01  # of the run
+    weight_decay: float = 0.1
+    momentum: float = 0.95  # Muon
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95
+    grad_clip: float = 1.0  # largest norm of the whole gradient
+
+    seed: int = 0
+    device: str = "auto"  # "auto": cuda if there is one, else cpu
+    dtype: str = "auto"  # of the matmuls: "float32", "bfloat16" (autocast); "auto": bfloat16 on cuda, else float32
+
+    log_every: int = 10
+    val_every: int = 100
+    val_tokens: int = 65536
+    checkpoint_every: int = 200
+    keep: int = 2  # newest checkpoints that stay
+
+    def __post_init__(self) -> None:
+        for name in ("data", "val_data"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(map(str, value)))
+        object.__setattr__(self, "out", str(self.out))
+        _check(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` inverts it."""
+        fields = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> TrainOptions:
+        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"training options: unknown keys {unknown}")
+        return cls(**fields)
+
+
+def with_settings(options: TrainOptions, settings: Sequence[str]) -> TrainOptions:
+    """`options` with `key=value` settings; a key is a field of TrainOptions or of ModelConfig.
+
+    Unknown keys raise ValueError, all of them named; so does a value that is not of the field's type.
+    """
+    run_hints = {name: hint for name, hint in typing.get_type_hints(TrainOptions).items() if name != "model"}
+    model_hints = typing.get_type_hints(ModelConfig)
+    pairs = [setting.partition("=") for setting in settings]
+    malformed = [key for key, sign, _ in pairs if not sign]
+    if malformed:
+        raise ValueError(f"settings: expected key=value, received {malformed}")
+    unknown = sorted({key for key, _, _ in pairs} - set(run_hints) - set(model_hints))
+    if unknown:
+        run_keys, model_keys = ", ".join(sorted(run_hints)), ", ".join(sorted(model_hints))
+        raise ValueError(f"settings: unknown keys {unknown}; a run has {run_keys}; a model has {model_keys}")
+    run = {key: parse_value(key, text, run_hints[key]) for key, _, text in pairs if key in run_hints}
+    model = {key: parse_value(key, text, model_hints[key]) for key, _, text in pairs if key not in run_hints}
+    return dataclasses.replace(options, **run, model={**options.model, **model})
+
+
+def parse_value(name: str, text: str, hint: Any) -> Any:
+    """`text` as the type `hint`: int, float, bool, str, a tuple of one of these (comma-separated), or one | None."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        if text.lower() in ("none", "null"):
+            return None
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return tuple(parse_value(name, part, typing.get_args(hint)[0]) for part in text.split(",") if part)
+    if hint is str:
+        return text
+    if hint is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        _bad(name, "true or false", text)
+    try:
+        return hint(text)
+    except ValueError:
+        _bad(name, {int: "an integer", float: "a number"}.get(hint, str(hint)), text)
+
+
+def model_config(options: TrainOptions, vocab_size: int) -> ModelConfig:
+    """The preset with `options.model` on top. The vocabulary is the tokenizer's unless it is set, and never smaller."""
+    base = _preset(options.preset)
+    config = base.replace(**{"vocab_size": vocab_size, **options.model})
+    if config.vocab_size < vocab_size:
+        _bad("vocab_size", f"at least {vocab_size}, the tokenizer's", config.vocab_size)
+    return config
+
+
+def _preset(name: str) -> ModelConfig:
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.suffix == ".json" and path.is_file():
+        try:
+            return ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError):
+            _bad("preset", "the JSON of a model config", name)
+    _bad("preset", f"one of {', '.join(PRESETS)}, or a config.json", repr(name))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name ("auto": cuda if there is one, else cpu). ValueError if this machine has none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"device: expected auto, cpu or a device of this machine, received {name!r} ({reason})"
+        ) from None
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Autocast dtype: float32 means no autocast."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory of that device (of this machine for cpu); None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _bad(name: str, expected: object, received: object) -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}, received {received}")
+
+
+def _check(o: TrainOptions) -> None:
+    for name in ("seq_len", "batch_size", "accumulate", "steps", "log_every", "val_every", "val_tokens",
+                 "checkpoint_every", "keep"):  # fmt: skip
+        value = getattr(o, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            _bad(name, "a positive integer", repr(value))
+    if o.batch_size % o.accumulate:
+        _bad("batch_size", f"a multiple of accumulate = {o.accumulate}", o.batch_size)
+    for name in ("warmup", "lr_end", "val_fraction", "momentum", "beta1", "beta2"):
+        if not 0.0 <= getattr(o, name) < 1.0:
+            _bad(name, "a value in [0, 1)", getattr(o, name))
+    if not o.val_data and o.val_fraction == 0.0:
+        _bad("val_fraction", "a value in (0, 1), or val_data", 0.0)
+    for name in ("lr", "grad_clip"):
+        if not 0.0 < getattr(o, name) < float("inf"):
+            _bad(name, "a positive number", getattr(o, name))
+    if not 0.0 <= o.weight_decay < float("inf"):
+        _bad("weight_decay", "0 or more", o.weight_decay)
+    if o.max_seconds is not None and not o.max_seconds > 0:
+        _bad("max_seconds", "a positive number or none", o.max_seconds)
+    if not 0 <= o.seed < 1 << 63:
+        _bad("seed", "0 to 2^63 - 1", o.seed)
+    if o.dtype not in ("auto", "float32", "bfloat16"):
+        _bad("dtype", "auto, float32 or bfloat16", repr(o.dtype))
+    if not o.data:
+        _bad("data", "at least one path", "none")
+    if not o.out:
+        _bad("out", "a directory", repr(o.out))

@@ -1,0 +1,131 @@
+"""A run on disk. Everything in it is whole or absent.
+
+OUT/data/train.*, val.*     token files
+OUT/metrics.jsonl           training and validation numbers
+OUT/loss.png                their picture
+OUT/step-N/                 a checkpoint: model, tokenizer, trainer.json (options, counts), trainer.pt (optimizer, RNG)
+OUT/last                    link to the newest of them
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openkda.models.checkpoint import save_checkpoint
+from openkda.models.hybrid import HybridLM
+from openkda.models.tokenizer import Tokenizer
+from openkda.training.options import TrainOptions
+
+STATE_JSON, STATE_TENSORS = "trainer.json", "trainer.pt"
+
+
+@dataclass
+class TrainerState:
+    """What, beside the model, makes the next step what it would have been. tokens, seconds: since the run began."""
+
+    options: TrainOptions
+    step: int
+    tokens: int
+    seconds: float
+    optimizer: dict[str, Any]
+    rng: dict[str, Any]
+
+
+@contextmanager
+def new_run(out: str | Path) -> Iterator[Path]:
+    """The directory of a new run; if the body fails, what it made there goes away again.
+
+    Raises FileExistsError if a run is there already.
+    """
+    path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"out: expected a directory, {path} is a file")
+    if path.exists() and any(path.iterdir()):
+        what = "a run (continue it with --resume)" if newest(path) else "other files"
+        raise FileExistsError(f"out: expected a new or empty directory, {path} holds {what}")
+    first_made = next((p for p in reversed([path, *path.parents]) if not p.exists()), None)
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield path
+    except BaseException:
+        for entry in path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        if first_made is not None:
+            shutil.rmtree(first_made)
+        raise
+
+
+def steps_of(out: Path) -> list[int]:
+    """Steps with a checkpoint in the run `out`, rising."""
+    return sorted(int(m[1]) for p in out.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and p.is_dir())
+
+
+def newest(out: Path) -> Path | None:
+    """The checkpoint written last (after resuming an older one, not the one of the highest step), or None."""
+    if (out / "last").is_dir():
+        return out / (out / "last").resolve().name
+    steps = steps_of(out)
+    return out / f"step-{steps[-1]}" if steps else None
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint directory: `path` itself, or the newest one of the run `path`."""
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"expected a checkpoint or run directory, received {str(path)!r}, which is none")
+    return newest(path) or path
+
+
+def save(out: Path, state: TrainerState, model: HybridLM, tokenizer: Tokenizer, *, keep: int) -> Path:
+    """Write `out/step-N`, let `out/last` name it, and of the checkpoints up to there keep the newest `keep`."""
+    final = out / f"step-{state.step}"
+    partial = out / f".step-{state.step}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    try:
+        save_checkpoint(model, partial)
+        tokenizer.save(partial)
+        torch.save({"optimizer": state.optimizer, "rng": state.rng}, partial / STATE_TENSORS)
+        counts = {"step": state.step, "tokens": state.tokens, "seconds": state.seconds}
+        record = {**counts, "options": state.options.to_dict(), "torch": torch.__version__}
+        (partial / STATE_JSON).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    link = out / ".last.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name, target_is_directory=True)
+    os.replace(link, out / "last")
+    for step in [step for step in steps_of(out) if step <= state.step][:-keep]:
+        shutil.rmtree(out / f"step-{step}")
+    return final
+
+
+def load(checkpoint: Path) -> TrainerState:
+    """The trainer's side of a checkpoint. ValueError for a missing or damaged file, naming it."""
+    for name in (STATE_JSON, STATE_TENSORS):
+        if not (checkpoint / name).is_file():
+            raise ValueError(f"{checkpoint}: expected {name}, found none: only a checkpoint made by training resumes")
+    try:
+        record = json.loads((checkpoint / STATE_JSON).read_text(encoding="utf-8"))
+        counts = {name: record[name] for name in ("step", "tokens", "seconds")}
+        options = TrainOptions.from_dict(record["options"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        raise ValueError(f"{checkpoint / STATE_JSON}: expected a trainer record, received a damaged file") from None
+    try:
+        tensors = torch.load(checkpoint / STATE_TENSORS, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{checkpoint / STATE_TENSORS}: not readable ({reason})") from None
+    return TrainerState(options, **counts, optimizer=tensors["optimizer"], rng=tensors["rng"])

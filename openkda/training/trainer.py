@@ -1,0 +1,151 @@
+"""The optimizer step, and everything a step depends on: model, optimizer, data position, random numbers, clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from openkda.models.hybrid import HybridLM
+from openkda.models.tokenizer import Tokenizer
+from openkda.training.batches import Batches
+from openkda.training.evaluate import token_loss
+from openkda.training.optim import Optimizer, group_parameters
+from openkda.training.options import TrainOptions
+from openkda.training.progress import StepReport
+from openkda.training.run_directory import TrainerState, save
+from openkda.training.schedule import rate
+from openkda.training.token_file import TokenFile
+
+
+class TrainingDiverged(RuntimeError):
+    """A loss or gradient is NaN or infinite. The parameters are still those of the step before."""
+
+
+class Trainer:
+    """Trains `model` (float32 parameters, already on its device) on `tokens`. dtype: of autocast, float32 for none.
+
+    The next step is a function of the parameters, the optimizer's state, the step number and torch's random state:
+    `state` and `restore` carry all four.
+    """
+
+    def __init__(self, options: TrainOptions, model: HybridLM, tokens: TokenFile, dtype: torch.dtype) -> None:
+        self.options, self.model, self.dtype = options, model, dtype
+        self.device = next(model.parameters()).device
+        self.batches = Batches(tokens, seq_len=options.seq_len, batch_size=options.batch_size, seed=options.seed)
+        self.optimizer = Optimizer(
+            group_parameters(model),
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            momentum=options.momentum,
+            betas=(options.beta1, options.beta2),
+        )
+        self.step = self.tokens = 0
+        self.last_checkpoint: Path | None = None
+        self._earlier_seconds = 0.0
+        self._clock: float | None = None
+        self._durations: deque[float] = deque(maxlen=20)
+
+    def start_clock(self) -> None:
+        self._clock = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of this run, earlier parts of it included."""
+        return self._earlier_seconds + (0.0 if self._clock is None else time.perf_counter() - self._clock)
+
+    @property
+    def done(self) -> float:
+        """Share of the run that lies behind, 0..1."""
+        return min(1.0, max(self.step / self.options.steps, self._budget_spent()))
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= 1.0
+
+    def advance(self) -> StepReport:
+        """One optimizer step. Raises TrainingDiverged before the parameters change."""
+        began = time.perf_counter()
+        lr = self._set_rate()
+        self.model.train()
+        loss = self._gradients()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.grad_clip))
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise TrainingDiverged(f"step {self.step + 1}: {name} is {value}; last good checkpoint: {self._last()}")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.tokens += self._tokens_per_step
+        self._durations.append(time.perf_counter() - began)
+        return self._report(loss, lr, norm)
+
+    def state(self) -> TrainerState:
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        return TrainerState(self.options, self.step, self.tokens, self.seconds, self.optimizer.state_dict(), rng)
+
+    def restore(self, state: TrainerState, checkpoint: Path) -> None:
+        """Take up where `state` was taken; the model has been loaded from the same `checkpoint` already."""
+        self.optimizer.load_state_dict(state.optimizer)
+        torch.set_rng_state(state.rng["cpu"])
+        if self.device.type == "cuda" and "cuda" in state.rng:
+            torch.cuda.set_rng_state(state.rng["cuda"], self.device)
+        self.step, self.tokens, self._earlier_seconds = state.step, state.tokens, state.seconds
+        self.last_checkpoint = checkpoint
+
+    def save(self, tokenizer: Tokenizer) -> Path:
+        """The checkpoint of this step; written unless it is there already."""
+        out = Path(self.options.out)
+        if self.last_checkpoint != out / f"step-{self.step}":
+            self.last_checkpoint = save(out, self.state(), self.model, tokenizer, keep=self.options.keep)
+        return self.last_checkpoint
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.options.batch_size * self.options.seq_len
+
+    def _budget_spent(self) -> float:
+        return 0.0 if self.options.max_seconds is None else self.seconds / self.options.max_seconds
+
+    def _set_rate(self) -> float:
+        """The rate of the step about to be taken: neither the first nor the last step is lost to a rate of 0."""
+        done = max((self.step + 1) / (self.options.steps + 1), self._budget_spent())
+        lr = self.options.lr * rate(done, warmup=self.options.warmup, end=self.options.lr_end)
+        self.optimizer.set_rate(lr)
+        return lr
+
+    def _gradients(self) -> float:
+        """Accumulate the gradient of the batch's mean loss; every part has the same number of tokens."""
+        parts = self.options.accumulate
+        total = torch.zeros((), device=self.device)
+        for index in range(parts):
+            batch = self.batches.micro_batch(self.step, index, parts).to(self.device)
+            loss = token_loss(self.model, batch, dtype=self.dtype) / parts
+            loss.backward()
+            total += loss.detach()
+        return float(total)
+
+    def _last(self) -> str:
+        return "none yet" if self.last_checkpoint is None else str(self.last_checkpoint)
+
+    def _report(self, loss: float, lr: float, norm: float) -> StepReport:
+        per_step = sum(self._durations) / len(self._durations)
+        left = (self.options.steps - self.step) * per_step
+        if self.options.max_seconds is not None:
+            left = min(left, self.options.max_seconds - self.seconds)
+        return StepReport(
+            step=self.step,
+            done=self.done,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens=self.tokens,
+            tokens_per_second=self._tokens_per_step / per_step,
+            seconds=self.seconds,
+            seconds_left=max(0.0, left),
+        )
