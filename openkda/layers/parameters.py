@@ -34,13 +34,15 @@ class Float32Parameters(nn.Module):
             for child in self.children():
                 child._apply(fn)
 
-        def at_least_float32(t: Tensor) -> Tensor:
-            moved = fn(t)
-            if moved.is_floating_point() and moved.dtype.itemsize < 4:
-                return t.to(device=moved.device, dtype=torch.float32)
-            return moved
+        return super()._apply(lambda t: at_least_float32(fn, t), recurse=False)
 
-        return super()._apply(at_least_float32, recurse=False)
+
+def at_least_float32(fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """fn(t), a cast or a move, except that a 16-bit result becomes the float32 tensor that t holds."""
+    moved = fn(t)
+    if moved.is_floating_point() and moved.dtype.itemsize < 4:
+        return t.to(device=moved.device, dtype=torch.float32)
+    return moved
 
 
 @torch.no_grad()

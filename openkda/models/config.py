@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
+
+from openkda.ops.mx.api import ScaleRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class ModelConfig:
     moe_renormalize: bool = True
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 0
+    packed_experts: bool = False  # routed experts stay packed in MXFP4, for inference
+    expert_quantization: ScaleRule | None = None  # quantisation-aware training of routed experts: its scale rule
 
     def __post_init__(self) -> None:
         for name in ("kda_layers", "full_attn_layers"):
@@ -173,5 +177,12 @@ def _check_moe(c: ModelConfig) -> None:
         _bad("num_experts_per_token", f"1..num_experts = {c.num_experts}", c.num_experts_per_token)
     if c.num_shared_experts < 0:
         _bad("num_shared_experts", "0 or more", c.num_shared_experts)
+    if c.expert_quantization not in (None, *get_args(ScaleRule)):
+        _bad("expert_quantization", "'ceil', 'floor', 'even' or null", repr(c.expert_quantization))
+    if c.packed_experts and c.expert_quantization is not None:
+        _bad("packed_experts with expert_quantization", "one of the two (packed experts cannot train)", "both")
+    widths = (c.moe_intermediate_size, c.routed_expert_hidden_size or c.hidden_size)
+    if (c.packed_experts or c.expert_quantization is not None) and any(w % 32 for w in widths):
+        _bad("expert widths in MXFP4", "multiples of 32 (its block)", f"{widths[1]} and {widths[0]}")
     if not 0 <= c.first_k_dense_replace <= c.num_hidden_layers:
         _bad("first_k_dense_replace", f"0..{c.num_hidden_layers}", c.first_k_dense_replace)

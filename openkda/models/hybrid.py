@@ -4,20 +4,24 @@
     for each layer:   x = x + attention(RMSNorm(x));   x = x + mlp(RMSNorm(x))
     logits = head(RMSNorm(x))
 
+With Attention Residuals every sublayer reads a mix of earlier sums in place of x (openkda/layers/attn_res.py).
 Which layer is which, and every other feature, stands in `ModelConfig`. Module names mirror the published checkpoints.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from openkda.layers.attn_res import TWO_PHASE_TOKENS, PseudoQuery, ResidualBank, residual_query
 from openkda.layers.kda import KimiDeltaAttention
 from openkda.layers.mla import GatedMLA
-from openkda.layers.mlp import SwiGLU
+from openkda.layers.mlp import MLP, glu
+from openkda.layers.moe import SparseMoE
 from openkda.layers.norm import RMSNorm
 from openkda.layers.packing import check_cu_seqlens, pack, padding_of, unpack
 from openkda.layers.parameters import init_weights
@@ -33,17 +37,6 @@ class LMOutput:
     state: ModelState | None = None
 
 
-class NotYet(nn.Module):
-    """Stands where a feature of the config has no module yet: such a model can be built and counted, not run."""
-
-    def __init__(self, feature: str) -> None:
-        super().__init__()
-        self.feature = feature
-
-    def forward(self, *_: object, **__: object) -> Tensor:
-        raise NotImplementedError(f"{self.feature}: described by this config, not implemented yet")
-
-
 def build_attention(config: ModelConfig, layer_idx: int) -> nn.Module:
     """The attention sublayer of the 0-based layer."""
     return (KimiDeltaAttention if config.is_kda(layer_idx) else GatedMLA)(config, layer_idx)
@@ -52,10 +45,9 @@ def build_attention(config: ModelConfig, layer_idx: int) -> nn.Module:
 def build_mlp(config: ModelConfig, layer_idx: int) -> nn.Module:
     """The feed-forward sublayer of the 0-based layer."""
     if config.is_moe(layer_idx):
-        return NotYet("mixture of experts (num_experts)")
-    if config.hidden_act != "silu":
-        return NotYet(f"MLP activation hidden_act={config.hidden_act!r}")
-    return SwiGLU(config.hidden_size, config.intermediate_size)
+        return SparseMoE(config)
+    activation = glu(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
+    return MLP(config.hidden_size, config.intermediate_size, activation)
 
 
 class DecoderLayer(nn.Module):
@@ -63,19 +55,48 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        hidden, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
+        self.layer_idx = layer_idx
+        self.starts_block = block is not None and layer_idx % block == 0
+        self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = build_attention(config, layer_idx)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = build_mlp(config, layer_idx)
-        init_weights(self.mlp, config.initializer_range)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp_name = "block_sparse_moe" if config.is_moe(layer_idx) else "mlp"  # as published
+        self.add_module(self.mlp_name, build_mlp(config, layer_idx))
+        init_weights(getattr(self, self.mlp_name), config.initializer_range)
+        if block is not None:
+            self.self_attention_res_norm, self.self_attention_res_proj = RMSNorm(hidden, eps), PseudoQuery(hidden)
+            self.mlp_res_norm, self.mlp_res_proj = RMSNorm(hidden, eps), PseudoQuery(hidden)
 
     def forward(
-        self, x: Tensor, *, state: LayerState | None, cu_seqlens: Tensor | None, return_state: bool
-    ) -> tuple[Tensor, LayerState | None]:
-        h = self.input_layernorm(x)
-        a, state = self.self_attn(h, state=state, cu_seqlens=cu_seqlens, return_state=return_state)
-        x = x + a
-        return x + self.mlp(self.post_attention_layernorm(x)), state
+        self,
+        x: Tensor,
+        bank: ResidualBank | None,
+        *,
+        state: LayerState | None,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+    ) -> tuple[Tensor, ResidualBank | None, LayerState | None]:
+        """x [B, T, D] running sum, bank of finished sums (None: plain residuals) -> both after this layer, and its state."""
+        h = self._read(x, bank, 0)
+        a, state = self.self_attn(
+            self.input_layernorm(h), state=state, cu_seqlens=cu_seqlens, return_state=return_state
+        )
+        if bank is not None and self.starts_block:
+            bank, x = bank.push(x, self.layer_idx), a
+        else:
+            x = x + a
+        h = self._read(x, bank, 1)
+        return x + getattr(self, self.mlp_name)(self.post_attention_layernorm(h)), bank, state
+
+    def _read(self, x: Tensor, bank: ResidualBank | None, which: int) -> Tensor:
+        """Input of the attention (which = 0) or feed-forward sublayer (1)."""
+        return x if bank is None else bank.read(x, 2 * self.layer_idx + which, *self.residual_reader(which))
+
+    def residual_reader(self, which: int) -> tuple[RMSNorm, PseudoQuery]:
+        if which == 0:
+            return self.self_attention_res_norm, self.self_attention_res_proj
+        return self.mlp_res_norm, self.mlp_res_proj
 
 
 class HybridModel(nn.Module):
@@ -86,20 +107,39 @@ class HybridModel(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        if config.attn_res_block_size is not None:
+            self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.output_attn_res_proj = PseudoQuery(config.hidden_size)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, input_ids: Tensor, *, state: ModelState | None, cu_seqlens: Tensor | None, return_state: bool
     ) -> tuple[Tensor, ModelState | None]:
-        if self.config.attn_res_block_size is not None:
-            raise NotImplementedError("attention residuals (attn_res_block_size): not implemented yet")
         x = self.embed_tokens(input_ids)
+        bank = self._bank(x)
         states: list[LayerState] = []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state[i]
-            x, after = layer(x, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
+            x, bank, after = layer(x, bank, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
             states.append(after)
+        if bank is not None:
+            x = bank.read(x, 2 * len(self.layers), self.output_attn_res_norm, self.output_attn_res_proj)
         return self.norm(x), tuple(states) if return_state else None
+
+    def _bank(self, x: Tensor) -> ResidualBank | None:
+        """An empty bank; with the queries of all sublayers where the two-phase form of Attention Residuals pays."""
+        block = self.config.attn_res_block_size
+        if block is None:
+            return None
+        queries = None
+        if not torch.is_grad_enabled() and 0 < x.shape[:-1].numel() <= TWO_PHASE_TOKENS:
+            layers = [cast(DecoderLayer, layer) for layer in self.layers]
+            readers = [layer.residual_reader(which) for layer in layers for which in (0, 1)]
+            readers.append((self.output_attn_res_norm, self.output_attn_res_proj))
+            queries = residual_query(
+                torch.stack([norm.weight for norm, _ in readers]), torch.cat([query.weight for _, query in readers])
+            )
+        return ResidualBank(self.config.rms_norm_eps, block, queries=queries)
 
 
 class HybridLM(nn.Module):
