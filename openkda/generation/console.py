@@ -31,8 +31,9 @@ def stream(
 ) -> str:
     """Continue `prompt`, showing the text while it is made, and below it the bytes of the state; return the new text.
 
-    The prompt begins a document (the tokenizer's eos_id goes before it) and eos_id ends the text. On a terminal the last line and the state are
-    redrawn with every token; elsewhere the plain text is written and the state once at the end. Needs rich.
+    The prompt begins a document (the tokenizer's eos_id goes before it), and eos_id ends the text. On a terminal the last
+    line and the state are redrawn with every token; elsewhere the plain text is written, and the state once at the end.
+    Needs rich.
     """
     console = _console() if console is None else console
     report = describe(model.config, dtype=next(model.parameters()).dtype)

@@ -56,8 +56,8 @@ def generate(
         state has seen every token but the last drawn.
     Raises: ValueError, before anything runs, for bad prompts, or for stop strings without a tokenizer.
     """
-    prompts = [_prompt(n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
-    if not prompts:
+    begun = [_prompt(n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
+    if not begun:
         raise ValueError("prompts: expected at least one, received none")
     if options.stop_strings and tokenizer is None:
         raise ValueError("stop_strings: expected a tokenizer to find them with, received none")
@@ -65,7 +65,7 @@ def generate(
         raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, received {len(seeds)}")
     seeds = [options.seed + n for n in range(len(prompts))] if seeds is None else list(seeds)
     decoder = Decoder(model, prefill_chunk=options.prefill_chunk) if decoder is None else decoder
-    return _loop(decoder, prompts, options, tokenizer, seeds)
+    return _loop(decoder, begun, options, tokenizer, seeds)
 
 
 def complete(

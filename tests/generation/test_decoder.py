@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -66,7 +68,7 @@ def test_kda_state_is_constant_and_latents_grow(model: HybridLM) -> None:
     for token in range(5):
         decoder.step(torch.tensor([token]))
         sizes.append(decoder.state_bytes)
-    assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [per_token] * 5
+    assert [b - a for a, b in pairwise(sizes)] == [per_token] * 5
 
 
 def test_training_mode_is_left_as_it_was(model: HybridLM) -> None:

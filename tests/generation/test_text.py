@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,7 +57,7 @@ def test_stop_strings_whatever_the_pieces(text: str, stops: list[str], cuts: lis
     borders = sorted({0, len(text), *(c for c in cuts if c < len(text))})
     out, stopped = "", False
     stop_filter = StopFilter(stops)
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         shown, stopped = stop_filter.push(text[begin:end])
         out += shown
         if stopped:
