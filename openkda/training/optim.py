@@ -29,7 +29,7 @@ class ParameterGroups:
 
 
 def group_parameters(model: nn.Module) -> ParameterGroups:
-    """Muon: matrices of at least 2 rows and columns. AdamW: embeddings, head, beta, convolutions.
+    """Muon: matrices of at least 2 rows and columns, and stacks of them. AdamW: embeddings, head, beta, convolutions.
 
     AdamW without decay: A_log, dt_bias, norms and other vectors.
     """
@@ -39,7 +39,7 @@ def group_parameters(model: nn.Module) -> ParameterGroups:
             continue
         if parameter.dim() < 2 or name.endswith(NEVER_DECAYED):
             groups.adamw_no_decay[name] = parameter
-        elif parameter.dim() == 2 and min(parameter.shape) > 1 and not name.endswith(ADAMW_MATRICES):
+        elif min(parameter.shape[-2:]) > 1 and not name.endswith(ADAMW_MATRICES):
             groups.muon[name] = parameter
         else:
             groups.adamw[name] = parameter
@@ -72,16 +72,37 @@ class _StayFloat32(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Matrices:
+    """The matrices of Muon's parameters: a parameter [E, rows, columns] (stacked experts) is E matrices.
+
+    torch's Muon takes matrices only, so it is given views of a stack, whose gradients are set before each step.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._views = [(p, [p] if p.dim() == 2 else [nn.Parameter(m) for m in p.detach().unbind()]) for p in parameters]
+
+    def all(self) -> list[nn.Parameter]:
+        return [m for _, matrices in self._views for m in matrices]
+
+    def share_gradients(self) -> None:
+        for p, matrices in self._views:
+            if p.dim() > 2:
+                parts = [None] * len(matrices) if p.grad is None else p.grad.unbind()
+                for m, grad in zip(matrices, parts, strict=True):
+                    m.grad = grad
+
+
 class Optimizer:
-    """Both optimizers behind one handle."""
+    """Both optimizers behind one handle. Build it when the parameters are on their device."""
 
     def __init__(
         self, groups: ParameterGroups, *, lr: float, weight_decay: float, momentum: float, betas: tuple[float, float]
     ) -> None:
         self._parts: dict[str, torch.optim.Optimizer] = {}
+        self._groups, self._matrices = groups, _Matrices(groups.muon.values())
         if groups.muon:
             self._parts["muon"] = Muon(
-                list(groups.muon.values()),
+                self._matrices.all(),
                 lr=lr,
                 weight_decay=weight_decay,
                 momentum=momentum,
@@ -100,16 +121,16 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = lr
 
-    def parameters(self) -> Iterable[Tensor]:
-        return (p for part in self._parts.values() for group in part.param_groups for p in group["params"])
-
     def step(self) -> None:
+        self._matrices.share_gradients()
         for part in self._parts.values():
             part.step()
 
     def zero_grad(self) -> None:
-        for part in self._parts.values():
-            part.zero_grad(set_to_none=True)
+        for named in (self._groups.muon, self._groups.adamw, self._groups.adamw_no_decay):
+            for p in named.values():
+                p.grad = None
+        self._matrices.share_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self._parts.items()}

@@ -13,7 +13,8 @@ from openkda.training.evaluate import Evaluation
 class StepReport:
     """After one optimizer step. loss: nats per token of this batch; done: share of the run, 0..1.
 
-    tokens: trained on since the run began; tokens_per_second: since the last `log_every` steps; seconds of training.
+    tokens: trained on since the run began; tokens_per_second: over the last 20 steps; seconds of training.
+    expert_load: largest load of an expert over the mean load, in the worst layer (1 is perfect); None without experts.
     """
 
     step: int
@@ -25,6 +26,7 @@ class StepReport:
     tokens_per_second: float
     seconds: float
     seconds_left: float
+    expert_load: float | None = None
 
 
 class Progress:
@@ -51,9 +53,11 @@ class PlainProgress(Progress):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
+        self._all_read = False
 
     def tokenizing(self, done_bytes: int, total_bytes: int) -> None:
-        if done_bytes >= total_bytes:
+        if done_bytes >= total_bytes and not self._all_read:
+            self._all_read = True
             self.note(f"text: {total_bytes / 1e6:.1f} MB")
 
     def log(self, report: StepReport) -> None:

@@ -117,9 +117,19 @@ def _new_model(config: ModelConfig, seed: int, device: torch.device) -> HybridLM
 
 
 def _split(options: TrainOptions) -> tuple[list[TextFile], list[TextFile]]:
+    """(training text, held-out text). A text of fewer bytes than the tokens of one window is refused unread."""
+    training = find_files(options.data)
     if options.val_data:
-        return find_files(options.data), find_files(options.val_data)
-    return hold_out(find_files(options.data), options.val_fraction)
+        held_out = find_files(options.val_data)
+    else:
+        training, held_out = hold_out(training, options.val_fraction)
+    most = sum(f.size + 1 for f in training)
+    if most < options.seq_len or not held_out:
+        raise ValueError(
+            f"data: expected more than seq_len = {options.seq_len} tokens to train on and some to hold out, received "
+            f"{most} bytes and {sum(f.size for f in held_out)} bytes"
+        )
+    return training, held_out
 
 
 def _write_tokens(
@@ -152,7 +162,7 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, val_side: TokenFile, progress: 
                 report = trainer.advance()
                 progress.step(report)
                 if report.step % options.log_every == 0 or trainer.finished:
-                    metrics.write(dataclasses.asdict(report))
+                    metrics.write({k: v for k, v in dataclasses.asdict(report).items() if v is not None})
                     progress.log(report)
                 if report.step % options.val_every == 0:
                     validated, val_loss = report.step, _validate(trainer, val_side, metrics, progress)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from openkda.layers.balance import QuantileBalancer
 from openkda.models.hybrid import HybridLM
 from openkda.models.tokenizer import Tokenizer
 from openkda.training.batches import Batches
@@ -21,7 +22,7 @@ from openkda.training.schedule import rate
 from openkda.training.token_file import TokenFile
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(FloatingPointError):
     """A loss or gradient is NaN or infinite. The parameters are still those of the step before."""
 
 
@@ -29,7 +30,7 @@ class Trainer:
     """Trains `model` (float32 parameters, already on its device) on `tokens`. dtype: of autocast, float32 for none.
 
     The next step is a function of the parameters, the optimizer's state, the step number and torch's random state:
-    `state` and `restore` carry all four.
+    `state` and `restore` carry all four. Routed experts are balanced after every step (their biases are model state).
     """
 
     def __init__(self, options: TrainOptions, model: HybridLM, tokens: TokenFile, dtype: torch.dtype) -> None:
@@ -43,6 +44,9 @@ class Trainer:
             momentum=options.momentum,
             betas=(options.beta1, options.beta2),
         )
+        config = model.config
+        routed = any(config.is_moe(layer) for layer in range(config.num_hidden_layers))
+        self.balancer = QuantileBalancer(model) if routed else None
         self.step = self.tokens = 0
         self.last_checkpoint: Path | None = None
         self._earlier_seconds = 0.0
@@ -78,10 +82,11 @@ class Trainer:
                 raise TrainingDiverged(f"step {self.step + 1}: {name} is {value}; last good checkpoint: {self._last()}")
         self.optimizer.step()
         self.optimizer.zero_grad()
+        loads = [] if self.balancer is None else self.balancer.step().values()
         self.step += 1
         self.tokens += self._tokens_per_step
         self._durations.append(time.perf_counter() - began)
-        return self._report(loss, lr, norm)
+        return self._report(loss, lr, norm, max(loads, default=None))
 
     def state(self) -> TrainerState:
         rng = {"cpu": torch.get_rng_state()}
@@ -133,7 +138,7 @@ class Trainer:
     def _last(self) -> str:
         return "none yet" if self.last_checkpoint is None else str(self.last_checkpoint)
 
-    def _report(self, loss: float, lr: float, norm: float) -> StepReport:
+    def _report(self, loss: float, lr: float, norm: float, expert_load: float | None) -> StepReport:
         per_step = sum(self._durations) / len(self._durations)
         left = (self.options.steps - self.step) * per_step
         if self.options.max_seconds is not None:
@@ -148,4 +153,5 @@ class Trainer:
             tokens_per_second=self._tokens_per_step / per_step,
             seconds=self.seconds,
             seconds_left=max(0.0, left),
+            expert_load=expert_load,
         )

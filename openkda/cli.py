@@ -1,0 +1,177 @@
+"""The command line: argument parsing and nothing else. Each command is one call into the library.
+
+A user's mistake is one line on standard error and a non-zero exit code; OPENKDA_DEBUG=1 shows its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+except ModuleNotFoundError:  # this module is the program: without its parser there is nothing to run
+    sys.exit("openkda: the command line needs typer and rich: pip install 'openkda[cli]'")
+
+app = typer.Typer(
+    help="Train, sample and inspect models with Kimi Delta Attention.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# Options that take several values, as in `--data a b c`; the parser itself wants the name before each.
+_SEVERAL = ("--data", "--val-data", "--set", "--stop")
+
+Data = Annotated[list[str], typer.Option("--data", help="Files or directories of text; python-stdlib for that.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+Checkpoint = Annotated[Path, typer.Option(help="A checkpoint directory, or a run (then its newest).")]
+Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Any training option or model field.")]
+
+
+@app.command()
+def train(
+    data: Data = [],  # noqa: B006 (typer copies it)
+    preset: Annotated[str, typer.Option(help="A preset's name, or a config.json.")] = "demo",
+    out: Annotated[Path | None, typer.Option(help="Directory of the run. Default: runs/PRESET.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="bytes, or a tokenizers JSON file.")] = "bytes",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    val_data: Annotated[list[str], typer.Option(help="Held-out text. Default: 5 % of the files.")] = [],  # noqa: B006
+    device: Device = "auto",
+    resume: Annotated[Path | None, typer.Option(help="Continue this run or checkpoint, to the bit.")] = None,
+    settings: Settings = [],  # noqa: B006
+) -> int:
+    """Train a model on text."""
+    from openkda.training import train as training
+    from openkda.training.options import TrainOptions, with_settings
+    from openkda.training.progress import console_progress
+
+    if steps is not None:
+        settings = [f"steps={steps}", *settings]
+    if resume is None:
+        fields: dict[str, Any] = {"preset": preset, "out": out or f"runs/{Path(preset).stem}", "tokenizer": tokenizer}
+        options = TrainOptions(data=tuple(data), val_data=tuple(val_data), device=device, **fields)
+        result = training.train(with_settings(options, settings), progress=console_progress())
+    else:
+        given = {"--data": data, "--val-data": val_data, "--out": out}
+        if any(given.values()):
+            raise ValueError(
+                f"--resume takes them from the run: leave out {', '.join(k for k, v in given.items() if v)}"
+            )
+        settings = settings if device == "auto" else [f"device={device}", *settings]
+        result = training.resume(resume, settings=settings, progress=console_progress())
+    if result.interrupted is not None:
+        print(f"stopped at step {result.step}; saved {result.checkpoint}", file=sys.stderr)
+        print(f"continue with: openkda train --resume {result.out}", file=sys.stderr)
+        return 128 + result.interrupted
+    print(f"{result.checkpoint}: step {result.step}, validation loss {result.val_loss:.4f}, {result.seconds:.0f} s")
+    return 0
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Data,
+    seq_len: Annotated[int, typer.Option(help="Tokens of context, from an empty state.")] = 1024,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+) -> int:
+    """Loss, perplexity and bits per byte of a checkpoint on text."""
+    from openkda.training.evaluate import evaluate_paths
+    from openkda.training.run_directory import find_checkpoint
+
+    result = evaluate_paths(find_checkpoint(checkpoint), data, seq_len=seq_len, device=device, dtype=dtype)
+    print(f"loss           {result.loss:.4f} nats per token\nperplexity     {result.perplexity:.4f} per token")
+    print(f"bits per byte  {result.bits_per_byte:.4f}\ntokens         {result.tokens}")
+    return 0
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens with this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    stop: Annotated[list[str], typer.Option(help="End before any of these strings.")] = [],  # noqa: B006
+    device: Device = "auto",
+) -> int:
+    """Continue a text, token by token, showing what the state weighs."""
+    from openkda.generation.console import stream
+    from openkda.generation.sampling import SamplingOptions
+    from openkda.models.checkpoint import load_checkpoint
+    from openkda.models.tokenizer import load_tokenizer
+    from openkda.training.options import choose_device
+    from openkda.training.run_directory import find_checkpoint
+
+    options = SamplingOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_strings=tuple(stop),
+    )
+    where, found = choose_device(device), find_checkpoint(checkpoint)
+    stream(load_checkpoint(found, device=where), load_tokenizer(found), prompt, options)
+    return 0
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A checkpoint or run directory, or a preset's name.")],
+    length: Annotated[list[int], typer.Option(help="Sequence lengths in tokens.")] = [1_000, 100_000, 1_000_000],  # noqa: B006
+) -> int:
+    """Layers, parameters by kind, and bytes of state per token and per sequence."""
+    from openkda.models.inspect import describe
+    from openkda.models.inspect_text import render
+    from openkda.models.presets import PRESETS
+    from openkda.training.run_directory import find_checkpoint
+
+    if any(n < 1 for n in length):
+        raise ValueError(f"--length: expected positive integers, received {length}")
+    target = find_checkpoint(model) if model not in PRESETS and Path(model).is_dir() else model
+    print(render(describe(target), length))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    # The parser's own error class is not exported under a stable name; BadParameter, which is, derives from it.
+    usage_error: type[Exception] = typer.BadParameter.__bases__[0]
+    arguments = _spread(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        code = app(args=arguments, prog_name="openkda", standalone_mode=False)
+    except usage_error as error:
+        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except (ValueError, OSError, ModuleNotFoundError, NotImplementedError, FloatingPointError) as error:
+        if os.environ.get("OPENKDA_DEBUG"):
+            raise
+        _fail(str(error) or type(error).__name__, 1)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print("openkda:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def _spread(arguments: list[str]) -> list[str]:
+    """`--data a b` as `--data a --data b`, for the options that take several values."""
+    out: list[str] = []
+    option, fresh = "", False
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            option, fresh = argument if argument in _SEVERAL else "", True
+        elif option and not fresh:
+            out.append(option)
+        else:
+            fresh = False
+        out.append(argument)
+    return out
