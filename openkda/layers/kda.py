@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from openkda.layers.config import KDAConfig
 from openkda.layers.norm import GatedRMSNorm
-from openkda.layers.packing import check_cu_seqlens, pack, padding_of, unpack
 from openkda.layers.parameters import Float32Parameters, fill, fill_constant, fill_uniform, init_weights
+from openkda.layers.sequence import SequenceLayer
 from openkda.layers.short_conv import ShortConvolution
 from openkda.layers.state import KDAState
 from openkda.ops.kda.api import kda, kda_step
@@ -30,11 +30,13 @@ DT_RANGE = (1e-3, 1e-1)  # dt_bias starts as the inverse softplus of a log-unifo
 A_RANGE = (1.0, 16.0)  # exp(A_log) of the softplus gate starts uniform here; A_log of the bounded gate starts at 0
 
 
-class KimiDeltaAttention(Float32Parameters):
+class KimiDeltaAttention(SequenceLayer, Float32Parameters):
     """KDA on [B, T, hidden_size]. A_log, dt_bias, the convolutions and o_norm stay float32 under every cast.
 
-    impl: which implementation of the op runs (see `openkda.kda`); None chooses.
+    impl: which implementation of the op runs (see `openkda.kda`); None chooses. `forward` is that of `SequenceLayer`.
     """
+
+    state_type = KDAState
 
     def __init__(self, config: KDAConfig, layer_idx: int, *, impl: str | None = None) -> None:
         super().__init__()
@@ -82,35 +84,6 @@ class KimiDeltaAttention(Float32Parameters):
             return SoftplusGate(self.A_log, self.dt_bias)
         return BoundedGate(self.lower_bound, self.A_log, self.dt_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: KDAState | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        return_state: bool = False,
-    ) -> tuple[Tensor, KDAState | None]:
-        """x [B, T, hidden_size] -> (y, state after the last token or None).
-
-        state: what the sequences' earlier tokens left behind; None begins anew. It is not modified.
-        cu_seqlens: [N + 1], sequences packed along T (then B = 1). attention_mask: [B, T] bool, left padding only.
-        The result is the same whether a sequence comes at once, in pieces of any sizes, or token by token.
-        """
-        N = check_cu_seqlens(cu_seqlens, *x.shape[:2])
-        mask = padding_of(attention_mask, (x.shape[0], x.shape[1]), cu_seqlens)
-        if state is not None and (not isinstance(state, KDAState) or state.recurrent.shape[0] != N):
-            got = type(state).__name__ if not isinstance(state, KDAState) else f"{state.recurrent.shape[0]} rows"
-            raise ValueError(f"state of KDA layer {self.layer_idx}: expected a KDAState of {N} rows, received {got}")
-        if mask is not None:
-            tokens, cu = pack(x, mask)
-            y, new = self._sequences(tokens, state, cu, return_state)
-            return unpack(y, mask), new
-        if state is not None and cu_seqlens is None and x.shape[1] == 1 and self._inference():
-            y, new = self._step(x, state)
-            return y, new if return_state else None
-        return self._sequences(x, state, cu_seqlens, return_state)
-
     def _inference(self) -> bool:
         """Whether nothing could be trained through this call: only then may a path without gradients run."""
         return not self.training and not torch.is_grad_enabled()
@@ -118,6 +91,9 @@ class KimiDeltaAttention(Float32Parameters):
     def _sequences(
         self, x: Tensor, state: KDAState | None, cu_seqlens: Tensor | None, return_state: bool
     ) -> tuple[Tensor, KDAState | None]:
+        if state is not None and cu_seqlens is None and x.shape[1] == 1 and self._inference():
+            y, new = self._step(x, state)
+            return y, new if return_state else None
         conv = (None, None, None) if state is None else (state.conv_q, state.conv_k, state.conv_v)
         q, conv_q = self.q_conv1d(self.q_proj(x), conv[0], cu_seqlens, return_state)
         k, conv_k = self.k_conv1d(self.k_proj(x), conv[1], cu_seqlens, return_state)

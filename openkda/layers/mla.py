@@ -17,17 +17,20 @@ from torch import Tensor, nn
 from openkda.layers import latent_cache
 from openkda.layers.config import MLAConfig
 from openkda.layers.norm import RMSNorm
-from openkda.layers.packing import check_cu_seqlens, pack, padding_of, unpack
 from openkda.layers.parameters import init_weights
+from openkda.layers.sequence import SequenceLayer
 from openkda.layers.state import MLAState
 from openkda.ops.mla.api import mla
 
 
-class GatedMLA(nn.Module):
+class GatedMLA(SequenceLayer):
     """Gated MLA on [B, T, hidden_size].
 
-    impl: form of the attention (see `openkda.ops.mla.mla`); None takes the cheaper one.
+    impl: form of the attention (see `openkda.ops.mla.mla`); None takes the cheaper one. `forward` is that of
+    `SequenceLayer`.
     """
+
+    state_type = MLAState
 
     def __init__(self, config: MLAConfig, layer_idx: int, *, impl: str | None = None) -> None:
         super().__init__()
@@ -53,27 +56,6 @@ class GatedMLA(nn.Module):
             self.g_proj = nn.Linear(hidden, values, bias=False)
         self.o_proj = nn.Linear(values, hidden, bias=False)
         init_weights(self, config.initializer_range)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: MLAState | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        return_state: bool = False,
-    ) -> tuple[Tensor, MLAState | None]:
-        """x [B, T, hidden_size] -> (y, state after the last token or None). Arguments as in `KimiDeltaAttention`."""
-        N = check_cu_seqlens(cu_seqlens, *x.shape[:2])
-        mask = padding_of(attention_mask, (x.shape[0], x.shape[1]), cu_seqlens)
-        if state is not None and (not isinstance(state, MLAState) or state.length.shape[0] != N):
-            got = type(state).__name__ if not isinstance(state, MLAState) else f"{state.length.shape[0]} rows"
-            raise ValueError(f"state of MLA layer {self.layer_idx}: expected an MLAState of {N} rows, received {got}")
-        if mask is not None:
-            tokens, cu = pack(x, mask)
-            y, new = self._sequences(tokens, state, cu, return_state)
-            return unpack(y, mask), new
-        return self._sequences(x, state, cu_seqlens, return_state)
 
     def _sequences(
         self, x: Tensor, state: MLAState | None, cu_seqlens: Tensor | None, return_state: bool

@@ -1,4 +1,4 @@
-"""Batches of different lengths: checks of `cu_seqlens`, and left-padded batches turned into packs.
+"""Batches of different lengths: left-padded batches turned into packs, and back.
 
 A padded token is never computed: the real tokens of a batch are laid end to end, run as a pack, and put back, so padding
 can touch neither a convolution nor a recurrence nor a cache.
@@ -8,37 +8,12 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def _bad(name: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"{name}: expected {expected}, received {received}")
-
-
-def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
-    """Number of sequences N in a [batch, tokens] input; ValueError/TypeError where `cu_seqlens` does not fit it.
-
-    Values are read on the CPU only: on a GPU that would stall the stream.
-    """
-    if cu_seqlens is None:
-        return batch
-    if not isinstance(cu_seqlens, Tensor):
-        _bad("cu_seqlens", "a torch.Tensor", type(cu_seqlens).__name__, TypeError)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        _bad("cu_seqlens.dtype", "int32 or int64", cu_seqlens.dtype, TypeError)
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
-        _bad("cu_seqlens.shape", "[N + 1] with N >= 1", list(cu_seqlens.shape))
-    if batch != 1:
-        _bad("batch with cu_seqlens", "B = 1 (the pack lies along T)", f"B = {batch}")
-    if cu_seqlens.device.type == "cpu":
-        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        if first != 0 or last != tokens:
-            _bad("cu_seqlens", f"first value 0 and last value T = {tokens}", f"{first} and {last}")
-        if bool((cu_seqlens.diff() < 0).any()):
-            _bad("cu_seqlens", "values that never decrease", cu_seqlens.tolist())
-    return cu_seqlens.numel() - 1
 
 
 def padding_of(attention_mask: Tensor | None, shape: tuple[int, int], cu_seqlens: Tensor | None) -> Tensor | None:

@@ -25,6 +25,10 @@ class KDAState:
     conv_v: Tensor
 
     @property
+    def num_sequences(self) -> int:
+        return self.recurrent.shape[0]
+
+    @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.recurrent, self.conv_q, self.conv_k, self.conv_v))
 
@@ -45,6 +49,10 @@ class MLAState:
     length: Tensor
     longest: int | None = None
     tail: list[Tensor] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.length.shape[0]
 
     @property
     def nbytes(self) -> int:

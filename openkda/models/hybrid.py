@@ -23,10 +23,11 @@ from openkda.layers.mla import GatedMLA
 from openkda.layers.mlp import MLP, glu
 from openkda.layers.moe import SparseMoE
 from openkda.layers.norm import RMSNorm
-from openkda.layers.packing import check_cu_seqlens, pack, padding_of, unpack
+from openkda.layers.packing import pack, padding_of, unpack
 from openkda.layers.parameters import init_weights
 from openkda.layers.state import LayerState, ModelState
 from openkda.models.config import ModelConfig
+from openkda.ops.packing.api import check_cu_seqlens
 
 
 @dataclass

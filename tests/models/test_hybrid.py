@@ -203,7 +203,9 @@ def test_bad_input(arguments: dict, error: type[Exception], message: str) -> Non
 
 def test_states_of_another_model_are_refused() -> None:
     model, other = built("bounded"), built("mla-first")
-    with pytest.raises(ValueError, match="KDA layer 0: expected a KDAState"):
+    with pytest.raises(
+        ValueError, match=r"layer 0 .KimiDeltaAttention.: expected a KDAState of 1 rows, received MLAState"
+    ):
         model(ids(1, 2), state=other(ids(1, 2), return_state=True).state)
 
 

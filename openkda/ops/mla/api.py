@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openkda.ops.mla import absorbed, expanded, packed
 from openkda.ops.mla.call import MLACall
+from openkda.ops.packing.api import check_cu_seqlens
 
 __all__ = ["IMPLEMENTATIONS", "mla"]
 
@@ -125,26 +126,12 @@ def _validate(call: MLACall) -> None:
             "q [B, T, H, nope + shared], latent [N, S, rank + shared], kv_b [H * (nope + V), rank]",
             f"{list(q.shape)}, {list(latent.shape)}, {list(kv_b.shape)}",
         )
-    cu = call.cu_seqlens
-    if cu is not None:
-        _check_packing(cu, B, T)
-    N = B if cu is None else cu.numel() - 1
+    N = check_cu_seqlens(call.cu_seqlens, B, T)
     if call.lengths is None:
         if latent.shape[:2] != (B, T):
             _bad("latent.shape", f"[B, T, R] = [{B}, {T}, {latent.shape[2]}] without lengths", list(latent.shape))
     else:
         _check_lengths(call, call.lengths, N)
-
-
-def _check_packing(cu: Tensor, B: int, T: int) -> None:
-    if cu.dtype not in _INTS:
-        _bad("cu_seqlens.dtype", "int32 or int64", cu.dtype, TypeError)
-    if cu.dim() != 1 or cu.numel() < 2:
-        _bad("cu_seqlens.shape", "[N + 1] with N >= 1", list(cu.shape))
-    if B != 1:
-        _bad("batch with cu_seqlens", "B = 1 (the pack lies along T)", f"B = {B}")
-    if not cu.is_cuda and (int(cu[0]) != 0 or int(cu[-1]) != T or bool((cu.diff() < 0).any())):
-        _bad("cu_seqlens", f"0 = first <= ... <= last = T = {T}", cu.tolist())
 
 
 def _check_lengths(call: MLACall, lengths: Tensor, N: int) -> None:
