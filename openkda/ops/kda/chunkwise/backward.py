@@ -1,0 +1,106 @@
+"""Backward of one segment, by hand; the prologue's (norms, gate) through torch's autograd.
+
+The forward of `forward.py`, read backwards. With D = (dO, -dV) stacked and dS the gradient of the state that leaves:
+
+    dE  = Ab_q^T dO + (F k b) dS        dV = T^T dE        dS <- Diag(total) dS + (P x)^T D
+    d(P x) = D S^T        d(F k b) = E dS^T        dAb = D E^T
+
+Every decay is a product over the tokens between two places, so the gradient of one token's log decay is the sum of
+(value times gradient) over the products that contain it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.chunkwise.forward import (
+    Factors,
+    Settings,
+    Tokens,
+    decays,
+    factors,
+    heads_first,
+    prologue,
+    rows_first,
+)
+from openkda.ops.kda.chunkwise.plan import Segment
+from openkda.ops.kda.chunkwise.tiles import Products, scores_backward
+
+
+def segment_backward(
+    seg: Segment, t: Tokens, opts: Settings, E: Tensor, states: Tensor, do: Tensor, dS: Tensor
+) -> tuple[list[Tensor | None], Tensor]:
+    """Gradients of one segment.
+
+    t: the segment's rows, [c, N, C, ...], padding zero. E, states [c, NH, ..]: from the forward. do: [c, N, C, HV, V].
+    dS: [NH, K, V] of the state that leaves.
+    Returns the gradients of t in its order (rows; A_log and dt_bias summed) and dS of the state that entered.
+    """
+    leaves = Tokens(*(None if x is None else x.detach().requires_grad_() for x in t))  # type: ignore[arg-type]
+    with torch.enable_grad():
+        prepared = prologue(leaves, opts)
+    q, k, log_a, b = (x.detach() for x in prepared)
+    H, HV = q.shape[3], log_a.shape[3]
+    f = factors(seg, t, opts, q, k, seg.clear_padding(log_a), b)
+    do = heads_first(do, HV).to(opts.dtype).flatten(0, 3)
+    D, dSs = _walk_back(f, do, dS, E.shape[0])
+    dx, dlog, db = _chunks_backward(f, Products(decays(log_a)[0], opts.bounded), E, states, D, dSs)
+    upstream = (
+        rows_first(dx[:, 0], H, seg.shape),
+        rows_first(dx[:, 1], H, seg.shape),
+        seg.clear_padding(rows_first(dlog, HV, seg.shape).contiguous()),
+        rows_first(db, HV, seg.shape),
+    )
+    inputs = [x for name, x in leaves._asdict().items() if x is not None and name != "v"]
+    given = iter(torch.autograd.grad(prepared, inputs, upstream))
+    dv = rows_first(D[:, 1], HV, seg.shape).neg()
+    grads = [None if x is None else dv if name == "v" else next(given) for name, x in leaves._asdict().items()]
+    return grads, dSs[0]
+
+
+def _walk_back(f: Factors, do: Tensor, dS: Tensor, c: int) -> tuple[Tensor, Tensor]:
+    """D [n, 2, C, V] and the gradient of every state [c + 1, NH, K, V], the last one given."""
+    n, C, V = do.shape
+    D = do.new_empty(c, n // c, 2, C, V)
+    D[:, :, 0] = do.view(c, n // c, C, V)
+    dE = torch.bmm(f.Ab[:, 0].transpose(1, 2), do).view(c, -1, C, V)
+    Fb = (f.Fk * f.b.unsqueeze(-1)).unflatten(0, (c, -1))
+    T = f.T.unflatten(0, (c, -1)).transpose(-1, -2)
+    Px = f.Px.flatten(1, 2).unflatten(0, (c, -1)).transpose(-1, -2)
+    total = f.total.unflatten(0, (c, -1)).unsqueeze(-1)
+    dSs = dS.new_empty(c + 1, *dS.shape)
+    dSs[c] = dS
+    for i in reversed(range(c)):
+        dE[i].baddbmm_(Fb[i], dSs[i + 1])
+        torch.neg(torch.bmm(T[i], dE[i]), out=D[i, :, 1])
+        torch.mul(dSs[i + 1], total[i], out=dSs[i])
+        dSs[i].baddbmm_(Px[i], D[i].flatten(1, 2))
+    return D.flatten(0, 1), dSs
+
+
+def _chunks_backward(
+    f: Factors, prod: Products, E: Tensor, states: Tensor, D: Tensor, dSs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [n, 2, C, K], gradient of the log decay [n, C, K], db [n, C]. prod: fresh, of this segment's decays."""
+    S, e, dS = states.flatten(0, 1), E.flatten(0, 1), dSs[1:].flatten(0, 1)
+    n, _, C, K = f.x.shape
+    dAb = torch.bmm(D.flatten(1, 2), e.transpose(1, 2)).view(n, 2, C, C)
+    db = (f.A * dAb).sum((1, 2))
+    dA = dAb.mul_(f.b[:, None, None, :])
+    dA[:, 0].tril_(), dA[:, 1].tril_(-1)
+    dx, dlog = scores_backward(f.x, prod, dA)
+    dPx = torch.bmm(D.flatten(1, 2), S.transpose(1, 2)).view(n, 2, C, K)
+    dFk = torch.bmm(e, dS.transpose(1, 2))
+    dx.addcmul_(dPx, prod.P.unsqueeze(1))
+    weight = f.Fk * dFk  # what each column carries out of the chunk
+    db += weight.sum(-1)
+    dx[:, 1].addcmul_(dFk.mul_(f.b.unsqueeze(-1)), prod.F)
+    ones = dlog.new_ones(C, C)
+    dlog.baddbmm_(ones.tril(-1).expand(n, C, C), weight.mul_(f.b.unsqueeze(-1)))
+    dlog.baddbmm_(ones.triu().expand(n, C, C), (f.Px * dPx).sum(1))  # what each row brought in
+    dlog += (f.total * (S * dS).sum(-1)).unsqueeze(1)
+    diagonal = dA[:, 0].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token reads its own write undecayed
+    dx[:, 0].addcmul_(diagonal, f.x[:, 1])
+    dx[:, 1].addcmul_(diagonal, f.x[:, 0])
+    return dx, dlog, db
