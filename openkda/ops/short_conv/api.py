@@ -33,7 +33,7 @@ def short_conv(
     *,
     initial_state: Float[Tensor, "N D _w"] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, _n1] | None = None,
+    cu_seqlens: Int[Tensor, " _n1"] | None = None,
     activation: str | None = "silu",
     impl: str | None = None,
 ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "_n D _w"] | None]:
