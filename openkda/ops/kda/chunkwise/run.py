@@ -37,6 +37,11 @@ def run(call: KDACall) -> KDAOutput:
 
 def step(call: KDACall) -> tuple[Tensor, Tensor]:
     """See `api.kda_step`: the recurrence itself, for all rows at once."""
+    with _no_autocast(call.v):
+        return _step(call)
+
+
+def _step(call: KDACall) -> tuple[Tensor, Tensor]:
     opts = _settings(call)
     S = load_states(call)
     q, k, log_a, b = (x.squeeze(1) for x in prologue(_tokens(call, flat=False), opts))
@@ -65,7 +70,13 @@ def _tokens(call: KDACall, flat: bool = True) -> Tokens:
 
 
 def _apply(call: KDACall, spans: Spans, S: Tensor) -> tuple[Tensor, Tensor]:
-    return Chunkwise.apply(_settings(call), spans, S, *_tokens(call))
+    with _no_autocast(call.v):
+        return Chunkwise.apply(_settings(call), spans, S, *_tokens(call))
+
+
+def _no_autocast(t: Tensor) -> torch.autocast:
+    """The dtypes are chosen here: inside an autocast region the products would be rounded to 16 bits."""
+    return torch.autocast(t.device.type, enabled=False)
 
 
 def _run_in_pieces(call: KDACall, spans: Spans, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +128,7 @@ class Chunkwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
         t, saved = Tokens(*ctx.saved_tensors[:7]), ctx.saved_tensors[7:]
-        with torch.no_grad():
+        with torch.no_grad(), _no_autocast(t.v):
             do = t.v.new_zeros(t.v.shape) if do is None else do
             dS = t.g.new_zeros(ctx.state_shape, dtype=ctx.opts.dtype) if dS is None else dS.clone()
             grads = _backward(ctx.opts, ctx.plan, t, saved, do, dS)
