@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -83,14 +84,21 @@ def evaluate(
     return Evaluation(nats, scored, tokens.text_bytes * scored / (len(tokens) - 1))
 
 
+def window_begins(tokens: TokenFile, seq_len: int, max_tokens: int | None) -> NDArray[np.int64]:
+    """Where the whole windows begin that `evaluate` scores: all of them, or about max_tokens of text spread evenly."""
+    whole = (len(tokens) - 1) // seq_len
+    begins = np.arange(whole, dtype=np.int64) * seq_len
+    if max_tokens is not None and max_tokens < len(tokens) - 1 and whole:
+        count = min(whole, max(1, max_tokens // seq_len))
+        begins = begins[np.arange(count, dtype=np.int64) * whole // count]
+    return begins
+
+
 def _windows(tokens: TokenFile, seq_len: int, pack_tokens: int, max_tokens: int | None) -> Iterator[Batch]:
     targets = len(tokens) - 1
     need_tokens(tokens, 2, "one prediction")
     whole = targets // seq_len
-    begins = np.arange(whole, dtype=np.int64) * seq_len
-    if max_tokens is not None and max_tokens < targets and whole:
-        count = min(whole, max(1, max_tokens // seq_len))
-        begins = begins[np.arange(count, dtype=np.int64) * whole // count]
+    begins = window_begins(tokens, seq_len, max_tokens)
     per_pack = max(1, pack_tokens // seq_len)
     for first in range(0, len(begins), per_pack):
         yield pack(tokens, begins[first : first + per_pack], seq_len)
