@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
+from openkda.models.vision_config import VisionConfig
 from openkda.ops.mx.api import ScaleRule
 
 
@@ -76,9 +77,13 @@ class ModelConfig:
     packed_experts: bool = False  # routed experts stay packed in MXFP4, for inference
     expert_quantization: ScaleRule | None = None  # quantisation-aware training of routed experts: its scale rule
 
+    vision: VisionConfig | None = None  # images: `openkda.models.multimodal.MultimodalLM`
+
     def __post_init__(self) -> None:
         for name in ("kda_layers", "full_attn_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.vision, dict):
+            object.__setattr__(self, "vision", VisionConfig(**self.vision))
         _check(self)
 
     @property
@@ -99,8 +104,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` inverts it."""
-        fields = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        return _plain(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
@@ -115,6 +119,12 @@ class ModelConfig:
 
     def replace(self, **changes: Any) -> ModelConfig:
         return dataclasses.replace(self, **changes)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _bad(name: str, expected: object, received: object) -> NoReturn:

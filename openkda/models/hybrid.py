@@ -116,7 +116,7 @@ class HybridModel(nn.Module):
     def forward(
         self, input_ids: Tensor, *, state: ModelState | None, cu_seqlens: Tensor | None, return_state: bool
     ) -> tuple[Tensor, ModelState | None]:
-        x = self.embed_tokens(input_ids)
+        x = input_ids if input_ids.is_floating_point() else self.embed_tokens(input_ids)
         bank = self._bank(x)
         states: list[LayerState] = []
         for i, layer in enumerate(self.layers):
@@ -181,6 +181,7 @@ class HybridLM(nn.Module):
     ) -> LMOutput:
         """input_ids [B, T] -> logits [B, T, vocab].
 
+        input_ids may also be the embeddings themselves, float [B, T, D]: so images enter a text.
         state: of an earlier call, to continue its sequences (row n is row n of the batch or member n of the pack).
         cu_seqlens: [N + 1], sequences packed along T (then B = 1). attention_mask: [B, T] bool, left padding only;
         padded positions are never computed and their logits are 0.
@@ -202,6 +203,19 @@ class HybridLM(nn.Module):
         return F.linear(h, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(h)
 
     def _check(self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None) -> int:
+        if isinstance(input_ids, Tensor) and input_ids.is_floating_point() and input_ids.dim() == 3:
+            self._check_embeddings(input_ids)
+        else:
+            self._check_ids(input_ids)
+        if state is not None and len(state) != self.config.num_hidden_layers:
+            raise ValueError(f"state: expected one of {self.config.num_hidden_layers} layers, received {len(state)}")
+        return check_cu_seqlens(cu_seqlens, input_ids.shape[0], input_ids.shape[1])
+
+    def _check_embeddings(self, x: Tensor) -> None:
+        if x.shape[2] != self.config.hidden_size:
+            raise ValueError(f"embeddings: expected [B, T, {self.config.hidden_size}], received {list(x.shape)}")
+
+    def _check_ids(self, input_ids: Tensor) -> None:
         if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
             got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise TypeError(f"input_ids: expected an int64 or int32 tensor, received {got}")
@@ -211,9 +225,6 @@ class HybridLM(nn.Module):
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(f"input_ids: expected ids in [0, {self.config.vocab_size}), received {low}..{high}")
-        if state is not None and len(state) != self.config.num_hidden_layers:
-            raise ValueError(f"state: expected one of {self.config.num_hidden_layers} layers, received {len(state)}")
-        return check_cu_seqlens(cu_seqlens, input_ids.shape[0], input_ids.shape[1])
 
 
 def _last_of_each(h: Tensor, cu_seqlens: Tensor) -> Tensor:
