@@ -119,7 +119,7 @@ def role_kernel(
                 (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[1], ops, sb1, 0, T, 0, hv, HV,
                                    gl.constexpr(1), gl.constexpr(False), gl.constexpr(False))),
             ],
-            [4, 4], [184, 184],
+            [4, 4], [168, 168],
         )
     else:
         gl.warp_specialize(
@@ -129,7 +129,7 @@ def role_kernel(
                 (state_stub, (ops, sb0, T // 64)),
                 (no_work, (T,)),
             ],
-            [4, 4], [184, 184],
+            [4, 4], [168, 168],
         )
 
 

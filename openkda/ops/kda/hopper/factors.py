@@ -122,6 +122,15 @@ def _rsqrt(x):
 
 
 @gluon.jit
+def _scaled(x, f):
+    """x * f in fp16, two at a time."""
+    x, f = gl.broadcast(x, f)
+    return gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, f], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def _rows(smem, s: gl.constexpr, width: gl.constexpr):
     """Slice s of a raw [64, 128] tile as fp32 [4, 16, width] in the accumulator layout."""
     x = smem.slice(width * s, width, dim=1).load(M2)
@@ -194,9 +203,9 @@ def _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s):
     before = gl.associative_scan(t, 0, _sum) - t
     after = gl.associative_scan(t, 0, _sum, reverse=True) - t
     t2 = gl.sum(gl.where(tile == 2, t, 0.0), axis=0)[None, :]
-    xb_s.store(_ex2(gl.where(tile == 3, t2, 0.0)))
-    fk_s.store(_ex2(gl.minimum(before, 0.0)))
-    ck_s.store(_ex2(gl.minimum(after, 0.0)))
+    xb_s.store(_ex2(gl.where(tile == 3, t2, 0.0)).to(gl.float16))
+    fk_s.store(_ex2(gl.minimum(before, 0.0)).to(gl.float16))
+    ck_s.store(_ex2(gl.minimum(after, 0.0)).to(gl.float16))
     dec_s.store(_ex2(gl.sum(t, axis=0)))
 
 
@@ -219,9 +228,10 @@ def _column_slice(g_s, k_s, rk, kc_s, kh_s, ck_s, s: gl.constexpr):
     g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
     hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, W], gl.float32, M3))
     col = _rows(k_s, s, W) * rk[:, :, None] * _ex2(hs)
-    kc_s.slice(W * s, W, dim=1).store(_flat(col.to(gl.float16)))
-    ck = ck_s.slice(W * s, W, dim=1).load(gl.SliceLayout(1, M3))
-    kh_s.slice(W * s, W, dim=1).store(_flat((col * ck[:, None, :]).to(gl.float16)))
+    col = col.to(gl.float16)
+    kc_s.slice(W * s, W, dim=1).store(_flat(col))
+    ck = ck_s.slice(W * s, W, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
+    kh_s.slice(W * s, W, dim=1).store(_flat(_scaled(col, ck)))
 
 
 @gluon.jit
@@ -233,13 +243,13 @@ def _far_column(kc_s, cb_s, t_s):
 
 
 @gluon.jit
-def _score_slice(row, row_xb, dcol_f, kc_b, cb_b, kc1_b, diag, adj, far0, far1):
+def _score_slice(row, row_h, xb, dcol_f, kc_b, cb_b, kc1_b, diag, adj, far0, far1):
     """Adds slice s of one row operand to its diagonal, neighbour and far scores."""
     a = gl.convert_layout(_permuted(row), A3F, assert_trivial=True)
     diag = mma_v2(a, dcol_f, diag, input_precision="tf32")
-    a = _flat(row.to(gl.float16)).reshape([2, 32, WR])
+    a = _flat(row_h).reshape([2, 32, WR])
     adj = mma_v2(gl.convert_layout(a, APH, assert_trivial=True), kc_b, adj)
-    a = gl.convert_layout(_flat(row_xb.to(gl.float16)), A2H, assert_trivial=True)
+    a = gl.convert_layout(_flat(_scaled(row_h, xb)), A2H, assert_trivial=True)
     far0 = mma_v2(a, cb_b, far0)
     far1 = mma_v2(a, kc1_b, far1)
     return diag, adj, far0, far1
@@ -263,11 +273,13 @@ def _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, s: gl.constex
     cb_b = cb_s.slice(WR * s, WR, dim=1).permute((1, 0)).load(B2H)
     kc1_b = kc_s.slice(16, 16, dim=0).slice(WR * s, WR, dim=1).permute((1, 0)).load(B2H)
     kr = k * er
-    ld, la, l0, l1 = _score_slice(kr, kr * xb, dcol, kc_b, cb_b, kc1_b, ld, la, l0, l1)
-    kt = (kr * fk).to(gl.float16)
+    kh = kr.to(gl.float16)
+    ld, la, l0, l1 = _score_slice(kr, kh, xb, dcol, kc_b, cb_b, kc1_b, ld, la, l0, l1)
+    kt = _scaled(kh, fk)
     qr = _rows(q_s, s, WR) * rq[:, :, None] * er
-    md, ma, m0, m1 = _score_slice(qr, qr * xb, dcol, kc_b, cb_b, kc1_b, md, ma, m0, m1)
-    qt = (qr * fk).to(gl.float16)
+    qh = qr.to(gl.float16)
+    md, ma, m0, m1 = _score_slice(qr, qh, xb, dcol, kc_b, cb_b, kc1_b, md, ma, m0, m1)
+    qt = _scaled(qh, fk)
     return (ld, la, l0, l1, md, ma, m0, m1), kt, qt
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .factors import (
     F1, FLAT1, FLAT2, FLAT3, LOG2E, LROW, M2, M3, MP, S64,
-    _clean, _column_slice, _far_column, _gates, _halves, _invert, _join_far, _row_slice, _rsqrt, _square_norm,
+    _clean, _column_slice, _ex2, _far_column, _gates, _halves, _invert, _join_far, _rcp, _row_slice, _rsqrt, _square_norm,
     _store_lower, _store_pair, _tile_factors,
 )
 
@@ -28,10 +28,10 @@ S128 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidt
 
 
 @gluon.jit
-def _beta(beta_ptr, row0, n, hv, HV):
+def _load_beta(beta_ptr, row0, n, hv, HV):
+    """Raw write strengths of a chunk; -inf past the end, where the sigmoid is zero."""
     i = gl.arange(0, 64, layout=F1)
-    x = gl.load(beta_ptr + (row0 + i).to(gl.int64) * HV + hv, mask=i < n, other=0.0).to(gl.float32)
-    return gl.where(i < n, 1.0 / (1.0 + gl.exp(-x)), 0.0)
+    return gl.load(beta_ptr + (row0 + i).to(gl.int64) * HV + hv, mask=i < n, other=float("-inf"))
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def factor_partition(
     mbarrier.expect(qk_full.index(0), 32768, pred=some)
     tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], qk_full.index(0), q_s.index(0), pred=some)
     tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], qk_full.index(0), k_s.index(0), pred=some)
-    beta = _beta(beta_ptr, row0, length, hv, HV)
+    beta = _load_beta(beta_ptr, row0, length, hv, HV)
     row4 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
     col4 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
 
@@ -68,9 +68,8 @@ def factor_partition(
         row = row0 + (c + 1) * 64
         tma.async_copy_global_to_shared(q_desc, [row, hq * 128], qk_full.index(nst), q_s.index(nst), pred=more)
         tma.async_copy_global_to_shared(k_desc, [row, hq * 128], qk_full.index(nst), k_s.index(nst), pred=more)
-        b_s.store(beta)
-        if more:
-            beta = _beta(beta_ptr, row, n - 64, hv, HV)
+        b_s.store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
+        beta = _load_beta(beta_ptr, row, n - 64, hv, HV)
 
         qc = q_s.index(st)
         kc = k_s.index(st)
@@ -139,9 +138,10 @@ def _row_scale(s, v, inv_old):
 
 @gluon.jit
 def _half(x):
-    """fp32 to fp16, opaque to common-subexpression elimination."""
+    """fp32 to fp16 by another way round, so that the compiler does not keep the first conversion's result alive."""
     return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=False, pack=2
+        "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; mov.b32 $0, t; }",
+        "=r,f,f", [x], dtype=gl.float16, is_pure=False, pack=2,
     )
 
 
@@ -208,19 +208,17 @@ def state_partition(
         # Converted again instead of kept: 32 registers less while r and u are live.
         o = warpgroup_mma(gl.convert_layout(_half(s), A_T), qt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
         o = warpgroup_mma(gl.convert_layout(u16, A_T), m_s.permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        gl.thread_barrier()
+        mbarrier.arrive(free, count=1)
+        o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
+        v_c.permute((1, 0)).store(o.to(v_c.dtype))
+
         mbarrier.wait(kh_ready.index(st), (c >> 1) & 1)
         dec = dec_s.index(st).load(gl.SliceLayout(0, ACC_S))
         s = s * dec[None, :]
         s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
-        o = warpgroup_mma_wait(1, deps=[o])
-        gl.thread_barrier()
-        mbarrier.arrive(free, count=1)
-        s = warpgroup_mma_wait(0, deps=[s])
-        gl.thread_barrier()
-        mbarrier.arrive(kh_free.index(st), count=1)
 
-        o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
-        v_c.permute((1, 0)).store(o.to(v_c.dtype))
         row = row0 + c * 64
         if n >= 64:
             fence_async_shared()
@@ -231,6 +229,9 @@ def state_partition(
             i = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))[:, None]
             j = gl.arange(0, 64, layout=gl.SliceLayout(0, LROW))[None, :]
             gl.store(o_ptr + (row + i).to(gl.int64) * (HV * 128) + (col0 + j), v_c.load(LROW), mask=i < n)
+        s = warpgroup_mma_wait(0, deps=[s])
+        gl.thread_barrier()
+        mbarrier.arrive(kh_free.index(st), count=1)
     tma.store_wait(0)
     if HAS_ST:
         gl.store(st_ptr + _state_offsets(n_seq * HV + hv, HALF), s * inv[:, None])
@@ -242,9 +243,9 @@ def _work_buffers():
     kc_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
     cb_s = gl.allocate_shared_memory(gl.float16, [16, 128], S64)
     t_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
-    xb_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
-    fk_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
-    ck_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
+    xb_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
+    fk_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
+    ck_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
     # The scores are in registers by the time of the inversion, so its buffers reuse kc_s.
@@ -326,5 +327,5 @@ def kda_forward_kernel(
                                gl.constexpr(1), HAS_S0, HAS_ST)),
         ],
         [4, 4],
-        [184, 184],
+        [168, 168],
     )
