@@ -6,6 +6,7 @@ Every fenced `python` block of README.md and docs/*.md is executed, one namespac
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -164,13 +165,19 @@ def map_rows() -> list[tuple[str, str]]:
     return re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.M)
 
 
+def first_sentence(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split(". ")[0].split()).rstrip(".:")
+
+
 def test_the_map_names_every_file_of_the_package_once() -> None:
     """`__init__.py` files only name things and are left out; every other module has one row."""
     rows = map_rows()
     mapped = Counter(path for path, _ in rows if path.startswith("openkda/"))
     files = {str(p.relative_to(ROOT)) for p in (ROOT / "openkda").rglob("*.py") if p.name != "__init__.py"}
     assert not {p for p, n in mapped.items() if n > 1}, "files with more than one row"
-    assert files - set(mapped) == set(), "files of the package without a row in the README's map"
+    missing = "\n".join(f"| `{path}` | {first_sentence(ROOT / path)} |" for path in sorted(files - set(mapped)))
+    assert not missing, f"the README's map lacks these files; rows to begin with:\n{missing}"
     assert set(mapped) - files == set(), "rows of the map without a file"
     for path, line in rows:
         assert (ROOT / path).exists(), f"the map names {path}, which does not exist"
