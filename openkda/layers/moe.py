@@ -13,6 +13,7 @@ Source: Kimi K3 report, section 2.3.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -196,7 +197,10 @@ class SparseMoE(nn.Module):
 
 @torch.no_grad()
 def pack_experts(root: nn.Module) -> int:
-    """Replace every `Experts` below `root` by its MXFP4 packing, in place; returns how many. The rounding is lasting."""
+    """Replace every `Experts` below `root` by its MXFP4 packing, in place; returns how many. The rounding is lasting.
+
+    Configs below `root` say so from then on (`packed_experts`), and a checkpoint of it stays packed.
+    """
     count = 0
     for module in list(root.modules()):
         experts = getattr(module, "experts", None)
@@ -210,4 +214,8 @@ def pack_experts(root: nn.Module) -> int:
                 setattr(packed, f"{name}_scale", scale)
             module.experts = packed.train(experts.training)
             count += 1
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        if count and dataclasses.is_dataclass(config) and hasattr(config, "packed_experts"):
+            module.config = dataclasses.replace(config, packed_experts=True)  # type: ignore[type-var, assignment]
     return count

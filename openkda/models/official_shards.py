@@ -1,0 +1,105 @@
+"""The files of a sharded checkpoint: index, headers, and the comparison of what they hold with what a model wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from openkda.models.official_names import PublishedTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises: FileNotFoundError or ValueError naming it (corrupt, cut off)."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not found")
+    try:
+        handle = safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
+    with handle as file:
+        yield file
+
+
+class Shards:
+    """A directory of safetensors files. files: tensor name -> file name, from the index (or the one file there is)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if not directory.is_dir():
+            raise FileNotFoundError(f"{directory}: no such checkpoint directory")
+        index = directory / INDEX
+        if index.is_file():
+            self.files = _read_index(index)
+        elif (directory / SINGLE).is_file():
+            with opened(directory / SINGLE) as file:
+                self.files = dict.fromkeys(file.keys(), SINGLE)
+        else:
+            raise FileNotFoundError(f"{directory}: expected {INDEX} or {SINGLE}")
+        absent = sorted({f for f in self.files.values() if not (directory / f).is_file()})
+        if absent:
+            raise FileNotFoundError(f"{index}: names files that do not exist: {', '.join(absent)}")
+        self._headers: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+
+    def header(self, file_name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """name -> (dtype, shape) of every tensor in a file; read once."""
+        if file_name not in self._headers:
+            with opened(self.directory / file_name) as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                self._headers[file_name] = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+        return self._headers[file_name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.header(self.files[name]).get(name, ("", ()))[1]
+
+    def check(self, wanted: Sequence[PublishedTensor], left_out: set[str]) -> None:
+        """Raise ValueError that lists every wanted tensor that is missing, misshapen or of a wrong dtype, every tensor
+        that nobody wants, and every disagreement of the index with the files."""
+        names = {t.name for t in wanted}
+        faults: dict[str, list[str]] = {"missing": sorted(names - self.files.keys())}
+        faults["unexpected"] = sorted(self.files.keys() - names - left_out)
+        present = [t for t in wanted if t.name in self.files]
+        for file_name in sorted({self.files[t.name] for t in present}):
+            header = self.header(file_name)
+            listed = {n for n, f in self.files.items() if f == file_name}
+            faults.setdefault("in the index, not in the file", []).extend(sorted(listed - header.keys()))
+            faults.setdefault("in the file, not in the index", []).extend(sorted(header.keys() - listed))
+        for t in present:
+            dtype, shape = self.header(self.files[t.name]).get(t.name, (None, t.shape))
+            if shape != t.shape:
+                faults.setdefault("shape", []).append(f"{t.name}: expected {list(t.shape)}, found {list(shape)}")
+            allowed = ("U8",) if t.dtype == torch.uint8 else _FLOATS
+            if dtype is not None and dtype not in allowed:
+                faults.setdefault("dtype", []).append(f"{t.name}: expected {' or '.join(allowed)}, found {dtype}")
+        found = [f"{kind}: {_some(items)}" for kind, items in faults.items() if items]
+        if found:
+            raise ValueError(f"{self.directory}: tensors do not fit the config. {'; '.join(found)}")
+
+
+def _some(items: list[str], limit: int = 50) -> str:
+    rest = f", and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + rest
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a JSON object with weight_map ({error!r})") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ValueError(f"{path}: weight_map: expected tensor names and file names")
+    outside = sorted({f for f in weight_map.values() if Path(f).name != f})
+    if outside:
+        raise ValueError(f"{path}: expected plain file names, found {', '.join(outside)}")
+    return weight_map
