@@ -31,7 +31,7 @@ log = logging.getLogger("openkda.ops.kda")
 L2NORM_EPS = 1e-6
 """Added to the SUM of squares by every path: x / sqrt(sum x^2 + eps) (Kimi K3 modelling code)."""
 
-IMPLEMENTATIONS = ("hopper", "triton", "chunkwise", "reference")
+IMPLEMENTATIONS = ("hopper", "triton", "triton_exact", "chunkwise", "reference")
 """In order of preference. Each is a module of this folder with `refusals(call) -> list[str]` and `run(call)`."""
 
 Num = Float[Tensor, "..."]

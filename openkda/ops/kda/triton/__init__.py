@@ -1,0 +1,76 @@
+"""Portable Triton kernels for whole sequences and single tokens: forward only.
+
+Operands are float16 with a power of two per block, sums and states float32 (error 1.9e-3 of the output, of which bfloat16's
+own rounding is 1.7e-3, and 5e-4 of the state on bfloat16 inputs); float32 inputs, and every input under
+`impl="triton_exact"`, take three-term operands (1e-6 of both, at about three times the time).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.call import KDACall, KDAOutput
+from openkda.ops.kda.gate import BoundedGate
+
+__all__ = ["refusals", "run", "step"]
+
+MAX_SIZE = 256
+
+
+def refusals(call: KDACall) -> list[str]:
+    """Why these kernels cannot run the call; empty when they can."""
+    reasons = []
+    if not _installed():
+        reasons.append("triton is not installed")
+    if not call.q.is_cuda and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        reasons.append(f"needs CUDA tensors, received {call.q.device.type}")
+    if call.q.dtype == torch.float64:
+        reasons.append("float64 inputs")
+    if max(call.q.shape[-1], call.v.shape[-1]) > MAX_SIZE:
+        reasons.append(f"head sizes up to {MAX_SIZE}, received K={call.q.shape[-1]} V={call.v.shape[-1]}")
+    if call.needs_grad:
+        reasons.append("the backward is not implemented")
+    return reasons
+
+
+def run(call: KDACall) -> KDAOutput:
+    return forward(call, exact=call.q.dtype == torch.float32, skip=False)
+
+
+def step(call: KDACall) -> tuple[Tensor, Tensor]:
+    o, state, _ = forward(call, exact=call.q.dtype == torch.float32, skip=True)
+    assert state is not None  # for the type checker: the step call always asks for it
+    return o[:, 0], state
+
+
+def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
+    """skip: rows without a slot give zeros (the step) instead of starting from a zero state."""
+    from openkda.ops.kda.triton import register
+
+    A_log, dt_bias = register.as_tensor_pair(call.gate)
+    kind = 0 if call.gate is None else 2 if isinstance(call.gate, BoundedGate) else 1
+    bound = call.gate.lower_bound if isinstance(call.gate, BoundedGate) else 0.0
+    tokens = (call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, call.cu_seqlens)
+    flags = (
+        kind, bound, call.scale, call.use_qk_l2norm, call.use_beta_sigmoid, call.output_final_state, call.state_v_first,
+    )  # fmt: skip
+    if call.state_indices is None:
+        o, final, kept = register.kda_op(
+            *tokens, call.initial_state, call.state_positions, *flags, call.state_dtype, exact
+        )
+    else:
+        o, kept = register.kda_pool_op(
+            *tokens, call.initial_state, call.state_indices, call.state_positions, *flags, exact, skip
+        )
+        final = call.initial_state
+    return KDAOutput(o, final if call.output_final_state else None, None if call.state_positions is None else kept)
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,306 @@
+"""Backward, third kernel: from the products of one chunk to the gradients of its q, k and gate input.
+
+`products.py` has left, for a chunk of 64 tokens: dM and dA [64, 64], the gradients of the scores, and d(qd), d(kd), d(ke) [64, K],
+what the entering and leaving states say. With P_i the log decay summed up to token i and Q_i from it to the chunk's end,
+
+    dq_i  = e^{P_i} d(qd)_i + sum_j dM_ij e^{P_i - P_j} k_j
+    dk_i  = e^{P_i} d(kd)_i + sum_j dA_ij e^{P_i - P_j} k_j                            as the row of a pair
+          + e^{Q_i} d(ke)_i + sum_j e^{P_j - P_i} (dM_ji q_j + dA_ji k_j)               as its column
+    d(log decay) summed to i: dP_i = q_i dq_i + k_i (dk_i as row - dk_i as column), and to the chunk's end:
+          dP_C += sum_i ke_i d(ke)_i + decay sum_v S dS'
+
+Four tiles of 16 tokens, every product [16, 16] x [16, K]. Between two tiles the decay is e^{prefix in i} * e^{whole tiles
+between} * e^{suffix in j}: the middle factor is one vector of channels, multiplied after the product. Inside a tile a
+bounded gate takes the tile's middle as anchor (16 tokens stay in float32 range); any other gate groups its pairs into
+levels, as `prepare.py` does. No exponent is positive but the bounded tile's.
+A program first leaves the decayed operands of its four tiles in a scratch buffer, then walks the tiles from the last to the
+first with the sum of dP over later tokens in hand: loops instead of unrolled code, because 24 unrolled products took
+70 s to compile and spilled.
+Parameter gradients leave as one partial sum a chunk and are added in a fixed order, so two runs agree to the bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from openkda.ops.kda.triton.gate_math import (
+    FORGOTTEN,
+    GATE_BOUNDED,
+    GATE_NONE,
+    GATE_SOFTPLUS,
+    LN2,
+    LOG2E,
+    find_sequence,
+    log2_decay,
+    sigmoid,
+)
+
+
+@triton.jit
+def _tile_decay(p_z, p_dt, m, m_c, rate, bound, GATE: tl.constexpr, HAS_DT: tl.constexpr):
+    """Raw gate input (bias added) and log2 decay [16, BK] of one tile; 0 on rows that do not exist."""
+    z = tl.load(p_z, m, other=0.0).to(tl.float32)
+    if HAS_DT:
+        z += tl.load(p_dt, m_c, other=0.0)[None, :]
+    return z, tl.where(m, log2_decay(z, rate, bound, GATE), 0.0)
+
+
+@triton.jit
+def _unit(p, m, eps, L2NORM: tl.constexpr):
+    """[16, BK] rows and what they were multiplied by to have length one."""
+    x = tl.load(p, m, other=0.0).to(tl.float32)
+    r = tl.full([16], 1.0, tl.float32)
+    if L2NORM:
+        r = tl.rsqrt(tl.sum(x * x, axis=1) + eps)
+        x *= r[:, None]
+    return x, r
+
+
+@triton.jit
+def _leave_operands(
+    p_q, p_k, p_z, p_dt, p_dke, p_op, p_total, sqt, skt, sgt, left, m_c, rate, bound, eps,
+    K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, HAS_DT: tl.constexpr, L2NORM: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """First walk: every tile's q and k decayed from its start and k decayed to its end, [3, 64, BK], and its log2 decay.
+
+    Returns the log2 decay of the whole chunk and sum_i ke_i d(ke)_i, [BK] each.
+    """
+    i = tl.arange(0, 16)
+    c = tl.arange(0, BK)
+    at_w = i[:, None] * BK + c[None, :]
+    after = tl.zeros([BK], tl.float32)
+    written = tl.zeros([BK], tl.float32)
+    for back in tl.range(0, 4):
+        t = 48 - 16 * back
+        m = (t + i < left)[:, None] & m_c[None, :]
+        q, _ = _unit(p_q + ((t + i)[:, None] * sqt + c[None, :]), m, eps, L2NORM)
+        k, _ = _unit(p_k + ((t + i)[:, None] * skt + c[None, :]), m, eps, L2NORM)
+        _, g = _tile_decay(p_z + ((t + i)[:, None] * sgt + c[None, :]), p_dt, m, m_c, rate, bound, GATE, HAS_DT)
+        P = tl.cumsum(g, axis=0)
+        R = tl.sum(g, axis=0)
+        near = tl.exp2(P)
+        ke = k * tl.exp2(tl.minimum(R[None, :] - P, 0.0))
+        tl.store(p_op + t * BK + at_w, (q * near).to(OP))
+        tl.store(p_op + (64 + t) * BK + at_w, (k * near).to(OP))
+        tl.store(p_op + (128 + t) * BK + at_w, ke.to(OP))
+        tl.store(p_total + (t // 16) * BK, R)
+        dke = tl.load(p_dke + t * BK + at_w).to(tl.float32)
+        written += tl.sum(ke * dke, axis=0) * tl.exp2(after)
+        after += R
+    return after, written
+
+
+@triton.jit
+def _as_rows(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+    """What the earlier tiles give to the dq and dk of `tile` (its own prefix decay pending), and their log2 decay."""
+    i = tl.arange(0, 16)
+    dq = tl.zeros([16, BK], tl.float32)
+    dk = tl.zeros([16, BK], tl.float32)
+    between = tl.zeros([BK], tl.float32)
+    for back in tl.range(1, tile + 1):
+        other = tile - back
+        at = (16 * tile + i)[:, None] * 64 + (16 * other + i)[None, :]
+        ke = tl.load(p_op + (128 + 16 * other) * BK + at_w)
+        e = tl.exp2(between)[None, :]
+        dq += tl.dot(tl.load(p_d + at).to(OP), ke, input_precision=PREC) * e
+        dk += tl.dot(tl.load(p_d + 4096 + at).to(OP), ke, input_precision=PREC) * e
+        between += tl.load(p_total + other * BK)
+    return dq, dk, between
+
+
+@triton.jit
+def _as_columns(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+    """What the later tiles give to the dk of `tile` (its own suffix decay pending), and their log2 decay."""
+    i = tl.arange(0, 16)
+    dk = tl.zeros([16, BK], tl.float32)
+    between = tl.zeros([BK], tl.float32)
+    for other in tl.range(tile + 1, 4):
+        at = (16 * other + i)[None, :] * 64 + (16 * tile + i)[:, None]  # transposed
+        d = tl.dot(tl.load(p_d + at).to(OP), tl.load(p_op + 16 * other * BK + at_w), input_precision=PREC)
+        d = tl.dot(
+            tl.load(p_d + 4096 + at).to(OP), tl.load(p_op + (64 + 16 * other) * BK + at_w), d, input_precision=PREC
+        )
+        dk += d * tl.exp2(between)[None, :]
+        between += tl.load(p_total + other * BK)
+    return dk, between
+
+
+@triton.jit
+def _own_pairs(p_d, tile, q, k, g, bound, BK: tl.constexpr, GATE: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+    """Pairs inside a tile: dq, dk, and the difference (dk as row) - (dk as column)."""
+    i = tl.arange(0, 16)
+    at = (16 * tile + i)[:, None] * 64 + (16 * tile + i)[None, :]
+    dM = tl.load(p_d + at)
+    dA = tl.load(p_d + 4096 + at)
+    if GATE == GATE_BOUNDED:
+        shifted = tl.cumsum(g, axis=0) - bound * (8.0 * LOG2E)
+        up = tl.exp2(shifted)
+        down = tl.exp2(-shifted)
+        kc = (k * down).to(OP)
+        dq = tl.dot(dM.to(OP), kc, input_precision=PREC) * up
+        row = tl.dot(dA.to(OP), kc, input_precision=PREC) * up
+        col = tl.dot(tl.trans(dM.to(OP)), (q * up).to(OP), input_precision=PREC)
+        col = tl.dot(tl.trans(dA.to(OP)), (k * up).to(OP), col, input_precision=PREC) * down
+        return dq, row + col, row - col
+    else:
+        own = tl.sum(tl.where(i[:, None] == i[None, :], dM.to(tl.float32), 0.0), axis=1)[:, None]
+        dq = own * k  # a token with itself: no decay between
+        dk = own * q
+        diff = -dk
+        P = g
+        Q = g * 0.0
+        R = g
+        for j in tl.static_range(0, 4):
+            upper = (i // (1 << j)) % 2 == 1
+            run = i // (2 << j)
+            m = (upper[:, None] & (upper[None, :] == 0)) & (run[:, None] == run[None, :])
+            e = tl.exp2(tl.where(upper[:, None], P, Q))
+            Ml = tl.where(m, dM, 0.0).to(OP)
+            Al = tl.where(m, dA, 0.0).to(OP)
+            qe = (q * e).to(OP)
+            ke = (k * e).to(OP)
+            dq += tl.dot(Ml, ke, input_precision=PREC) * e
+            d = tl.dot(Al, ke, input_precision=PREC)
+            d = tl.dot(tl.trans(Ml), qe, d, input_precision=PREC)
+            d = tl.dot(tl.trans(Al), ke, d, input_precision=PREC) * e
+            dk += d
+            diff += tl.where(upper[:, None], d, -d)
+            P, Q, R = _merge_runs(P, Q, R, 1 << j, BK)
+        return dq, dk, diff
+
+
+@triton.jit
+def _merge_runs(P, Q, R, b: tl.constexpr, BK: tl.constexpr):
+    """Sums over runs of b tokens (prefix P, suffix Q [16, BK], total R [16 / b, BK]) -> over runs of 2b tokens."""
+    NR: tl.constexpr = 16 // (2 * b)
+    side = tl.arange(0, 2)
+    pair = tl.reshape(R, [NR, 2, BK])
+    before = tl.sum(tl.where(side[None, :, None] == 0, pair, 0.0), axis=1)
+    after = tl.sum(tl.where(side[None, :, None] == 1, pair, 0.0), axis=1)
+    second = side[None, :, None, None] == 1
+    P = tl.reshape(tl.reshape(P, [NR, 2, b, BK]) + tl.where(second, before[:, None, None, :], 0.0), [16, BK])
+    Q = tl.reshape(tl.reshape(Q, [NR, 2, b, BK]) + tl.where(second, 0.0, after[:, None, None, :]), [16, BK])
+    return P, Q, before + after
+
+
+@triton.jit
+def _gate_gradient(dg, z, g2, rate, bound, GATE: tl.constexpr):
+    """(gradient of the raw gate input, of A_log per element) from that of the natural log decay."""
+    dg = tl.where(g2 <= FORGOTTEN, 0.0, dg)
+    if GATE == GATE_SOFTPLUS:
+        return -dg * rate * sigmoid(z), dg * (g2 * LN2)
+    elif GATE == GATE_BOUNDED:
+        s = sigmoid(rate * z)
+        dz = dg * bound * s * (1.0 - s) * rate
+        return dz, dz * z
+    else:
+        return dg, dg * 0.0
+
+
+@triton.jit
+def gradients_kernel(
+    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, op_p, total_p,
+    dq_p, dk_p, dz_p, ddt_p, dA_log_p,
+    sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh,
+    T, N, slots, bound, eps,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One program a chunk of 64 tokens and value head.
+
+    d [HV, slots, 2, 64, 64], wide [HV, slots, 3, 64, BK] and both [HV, slots, BK] from `products.py`.
+    op [HV, slots, 3, 64, BK] and total [HV, slots, 4, BK] are scratch.
+    Writes dq, dk, dz [B, T, HV, K], ddt [slots, HV, K], dA_log [slots, HV, K].
+    """
+    C: tl.constexpr = 64
+    pid = tl.program_id(0).to(tl.int64)
+    h = pid % HV
+    slot = pid // HV
+    if PACKED:
+        n = find_sequence(slot, cu_p, N, C)
+        start = tl.load(cu_p + n).to(tl.int64)
+        first = (slot - (start // C + n)) * C
+        length = tl.load(cu_p + n + 1).to(tl.int64) - start
+        batch = n * 0
+    else:
+        per = tl.cdiv(T, C)
+        batch = slot // per
+        first = (slot % per) * C
+        length = T.to(tl.int64)
+        start = batch * 0
+    i = tl.arange(0, 16)
+    c = tl.arange(0, BK)
+    m_c = c < K
+    p_sum = (slot * HV + h) * K + c
+    if first >= length:
+        if HAS_DT:
+            tl.store(ddt_p + p_sum, tl.zeros([BK], tl.float32), m_c)
+        if HAS_A:
+            tl.store(dA_log_p + p_sum, tl.zeros([BK], tl.float32), m_c)
+        return
+    row = start + first
+    left = length - first
+    # Scalar 64-bit bases and small 32-bit offsets: tensors of pointers cost 100 registers here.
+    p_q = q_p + batch * sqb + h // GROUP * sqh + row * sqt
+    p_k = k_p + batch * skb + h // GROUP * skh + row * skt
+    p_z = g_p + batch * sgb + h * sgh + row * sgt
+    out = ((batch * T + row) * HV + h) * K
+    p_dt = dt_bias_p + h * K + c
+    block = h * slots + slot
+    p_d = d_p + block * (2 * C * C)
+    p_wide = wide_p + block * (3 * C * BK)
+    p_op = op_p + block * (3 * C * BK)
+    p_total = total_p + block * (4 * BK) + c
+    at_q = i[:, None] * sqt + c[None, :]
+    at_k = i[:, None] * skt + c[None, :]
+    at_z = i[:, None] * sgt + c[None, :]
+    at_out = i[:, None] * (HV * K) + c[None, :]
+    at_w = i[:, None] * BK + c[None, :]
+    rate = 1.0
+    if HAS_A:
+        rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)
+
+    whole, carry = _leave_operands(
+        p_q, p_k, p_z, p_dt, p_wide + 2 * C * BK, p_op, p_total, sqt, skt, sgt, left, m_c, rate, bound, eps,
+        K, BK, GATE, HAS_DT, L2NORM, OP,
+    )  # fmt: skip
+    tl.debug_barrier()  # the tiles read each other's operands
+    carry += tl.load(both_p + block * BK + c) * tl.exp2(whole)
+    ddt = tl.zeros([BK], tl.float32)
+    dA = tl.zeros([BK], tl.float32)
+    for back in tl.range(0, 4):
+        tile = 3 - back
+        t = 16 * tile
+        m = (t + i < left)[:, None] & m_c[None, :]
+        dq, row_k, before = _as_rows(p_d, p_op, at_w, p_total, tile, BK, OP, PREC)
+        col_k, after = _as_columns(p_d, p_op, at_w, p_total, tile, BK, OP, PREC)
+        q, q_norm = _unit(p_q + t * sqt + at_q, m, eps, L2NORM)
+        k, k_norm = _unit(p_k + t * skt + at_k, m, eps, L2NORM)
+        z, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
+        own_q, own_k, own_diff = _own_pairs(p_d, tile, q, k, g, bound, BK, GATE, OP, PREC)
+        P = tl.cumsum(g, axis=0)
+        near = tl.exp2(P)
+        far = tl.exp2(tl.minimum(tl.sum(g, axis=0)[None, :] - P, 0.0))
+        e = tl.exp2(before)[None, :]
+        dq = near * (dq + e * tl.load(p_wide + t * BK + at_w)) + own_q
+        row_k = near * (row_k + e * tl.load(p_wide + (C + t) * BK + at_w))
+        col_k = far * (col_k + tl.exp2(after)[None, :] * tl.load(p_wide + (2 * C + t) * BK + at_w))
+        dP = q * dq + k * (row_k - col_k + own_diff)
+        dk = row_k + col_k + own_k
+        if L2NORM:
+            dq = q_norm[:, None] * (dq - q * tl.sum(q * dq, axis=1)[:, None])
+            dk = k_norm[:, None] * (dk - k * tl.sum(k * dk, axis=1)[:, None])
+        tl.store(dq_p + out + t * (HV * K) + at_out, dq.to(dq_p.dtype.element_ty), m)
+        tl.store(dk_p + out + t * (HV * K) + at_out, dk.to(dk_p.dtype.element_ty), m)
+        dg = tl.cumsum(dP, axis=0, reverse=True) + carry[None, :]
+        dz, dA_log = _gate_gradient(dg, z, g, rate, bound, GATE)
+        tl.store(dz_p + out + t * (HV * K) + at_out, dz.to(dz_p.dtype.element_ty), m)
+        carry += tl.sum(dP, axis=0)
+        ddt += tl.sum(tl.where(m, dz, 0.0), axis=0)
+        dA += tl.sum(tl.where(m, dA_log, 0.0), axis=0)
+    if HAS_DT:
+        tl.store(ddt_p + p_sum, ddt, m_c)
+    if HAS_A:
+        tl.store(dA_log_p + p_sum, dA, m_c)

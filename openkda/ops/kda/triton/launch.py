@@ -1,0 +1,235 @@
+"""Host side: workspace, launch settings, kernel calls. Nothing here waits for the device or reads a tensor's values.
+
+Settings come from the sizes alone. Measured on an H200 at H = 96, T = 8192, K = V = 128 (docs/decisions.md):
+chunks of 16 and one warp in `prepare` beat every larger tile (less idle lane work in the scores, more programs in flight).
+All of them fit 99 KB of shared memory, so there is one table for every card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openkda.ops.kda.triton.prepare import prepare_kernel
+from openkda.ops.kda.triton.recurrent import DENSE, LISTED, recurrent_kernel
+from openkda.ops.kda.triton.scan import scan_kernel
+
+CHUNK = 16
+EPS = 1e-6
+RECURRENT_UP_TO = 16
+"""Dense calls of at most this many tokens a sequence run token by token."""
+WINDOW = 1 << 30
+"""Elements of g per pass: longer dense calls go through the workspace (3.5 x 2 bytes an element) in several windows."""
+
+_TL = {torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class Args:
+    """One call. gate: 0 none, 1 softplus, 2 bounded. exact: float32-grade operands instead of float16 ones.
+
+    skip: rows whose slot is -1 compute nothing and give zeros (decoding) instead of starting from zeros (prefill).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu: Tensor | None
+    state: Tensor | None
+    index: Tensor | None
+    positions: Tensor | None
+    gate: int
+    bound: float
+    scale: float
+    l2norm: bool
+    sigmoid: bool
+    want_state: bool
+    v_first: bool
+    state_dtype: torch.dtype
+    exact: bool
+    skip: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        B, T, H, K = self.q.shape
+        return B, T, H, self.v.shape[2], K, self.v.shape[3]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.q.shape[0] if self.cu is None else self.cu.numel() - 1
+
+
+def padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
+    """(sequence, head, K, V) strides of a state tensor."""
+    if state is None:
+        return 0, 0, 0, 0
+    n, h, a, b = state.stride()
+    return (n, h, b, a) if v_first else (n, h, a, b)
+
+
+def new_states(a: Args, rows: int) -> Tensor:
+    _, _, _, HV, K, V = a.sizes
+    tail = (V, K) if a.v_first else (K, V)
+    return torch.empty((rows, HV, *tail), dtype=a.state_dtype, device=a.q.device)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The kernels step by one along the last axis; anything else is copied."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def forward(a: Args) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(output, final states or None, states at positions or None); with an index the pool `a.state` is written in place."""
+    B, T, _, HV, K, V = a.sizes
+    o = torch.empty((B, T, HV, V), dtype=a.v.dtype, device=a.q.device)
+    N = a.num_sequences
+    final = a.state if a.index is not None else (new_states(a, N) if a.want_state else None)
+    kept = None if a.positions is None else new_states(a, a.positions.numel())
+    if N and HV:
+        if kept is None and a.cu is None and T <= RECURRENT_UP_TO:
+            launch_recurrent(a, DENSE, N, None, None, a.state, final, a.index, o)
+        else:
+            _chunked(a, o, final, kept)
+    return o, final, kept
+
+
+def launch_recurrent(
+    a: Args,
+    mode: tl.constexpr,
+    rows: int,
+    first: Tensor | None,
+    length: Tensor | None,
+    s0: Tensor | None,
+    s1: Tensor | None,
+    index: Tensor | None,
+    o: Tensor | None,
+    source: Tensor | None = None,
+) -> None:
+    """`recurrent_kernel` over `rows` rows. index: slot of s0 and s1; source: slot of s0 when only that is indexed."""
+    _, T, H, HV, K, V = a.sizes
+    BK, BV = padded(K), min(32, padded(V))
+    target = index
+    out = a.v if o is None else o
+    listed = mode == LISTED
+    recurrent_kernel[(triton.cdiv(V, BV) * HV * rows,)](
+        a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, out, first, length, s0, s1,
+        index if source is None else source, target,
+        *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *a.g.stride()[:3], *a.beta.stride(), *out.stride()[:3],
+        *state_strides(s0, a.v_first and not listed), *state_strides(s1, a.v_first),
+        T, a.bound, EPS, a.scale,
+        HV=HV, GROUP=HV // H, K=K, BK=BK, V=V, BV=BV, ROWS=mode.value, GATE=a.gate, HAS_A=a.A_log is not None,
+        HAS_DT=a.dt_bias is not None, L2NORM=a.l2norm, SIGMOID=a.sigmoid, HAS_S0=s0 is not None, HAS_S1=s1 is not None,
+        INDEXED=index is not None, HAS_O=o is not None, SKIP=a.skip and index is not None,
+        num_warps=4 if BK > 128 else 2,
+    )  # fmt: skip
+
+
+def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None) -> None:
+    B, T, _, HV, K, _ = a.sizes
+    per_token = B * HV * K
+    window = max(WINDOW // max(per_token, 1) // CHUNK, 1) * CHUNK
+    if a.cu is not None or kept is not None or T <= window:
+        _pass(a, o, a.state, final, a.index, a.index, kept)
+        return
+    V = a.v.shape[3]
+    carry = torch.empty((B, HV, V, K) if a.v_first else (B, HV, K, V), dtype=torch.float32, device=o.device)
+    for t in range(0, T, window):
+        part = slice(t, min(t + window, T))
+        piece = Args(**{**a.__dict__, **{n: getattr(a, n)[:, part] for n in ("q", "k", "v", "g", "beta")}})
+        first, last = t == 0, part.stop == T
+        _pass(
+            piece, o[:, part], a.state if first else carry, final if last else carry,
+            a.index if first else None, a.index if last else None, None,
+        )  # fmt: skip
+
+
+def _pass(
+    a: Args, o: Tensor, s0: Tensor | None, s1: Tensor | None, i0: Tensor | None, i1: Tensor | None, kept: Tensor | None
+) -> None:
+    """prepare, scan, and the walk to the chosen positions."""
+    B, T, H, HV, K, V = a.sizes
+    N, BK, C = a.num_sequences, padded(K), CHUNK
+    slots = B * triton.cdiv(T, C) if a.cu is None else T // C + N
+    op = torch.float32 if a.exact else torch.float16
+    scaled = not a.l2norm and not a.exact
+    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
+    kd, qd, ke = (new(HV, slots, C, BK, dtype=op) for _ in range(3))
+    tm, decay = new(HV, slots, 2, C, C), new(HV, slots, BK)
+    token = new(HV, slots, 3, C) if scaled else decay
+    small = "tf32x3" if a.exact else "tf32"
+    prepare_kernel[(slots * HV,)](
+        a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token,
+        *a.q.stride()[:3], *a.k.stride()[:3], *a.g.stride()[:3], *a.beta.stride(), T, N, slots, a.bound, EPS,
+        HV=HV, GROUP=HV // H, K=K, BK=BK, BC=min(32, BK), C=C, GATE=a.gate, HAS_A=a.A_log is not None,
+        HAS_DT=a.dt_bias is not None, PACKED=a.cu is not None, L2NORM=a.l2norm, SIGMOID=a.sigmoid, SCALED=scaled,
+        OP=_TL[op], PREC=small, INNER_PREC=small, SMALL=small, num_warps=1,
+    )  # fmt: skip
+    leader, places = None, None
+    if kept is not None:
+        assert a.positions is not None
+        places = _places(a, slots)
+        leader = places.leader
+    held = None if kept is None else new(kept.shape[0], HV, K, V)
+    BV, warps, stages = scan_settings(BK, padded(V), a.exact)
+    v_first = a.v_first
+    scan_kernel[(triton.cdiv(V, BV) * HV * N,)](
+        a.v, o, a.cu, s0, s1, i0, i1, held, leader, kd, qd, ke, tm, decay, token,
+        *a.v.stride()[:3], *o.stride()[:3], *state_strides(s0, v_first), *state_strides(s1, v_first),
+        T, N, slots, a.scale,
+        HV=HV, K=K, BK=BK, V=V, BV=BV, C=C, PACKED=a.cu is not None, HAS_S0=s0 is not None, HAS_S1=s1 is not None,
+        INDEXED_0=i0 is not None, INDEXED_1=i1 is not None, KEEP=held is not None, SCALED=scaled,
+        OP=_TL[op], SMALL=small, PREC=small, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    if kept is not None and places is not None and kept.shape[0]:
+        launch_recurrent(
+            a, LISTED, kept.shape[0], places.start, places.length, held, kept, places.own, None, source=places.source
+        )
+
+
+def scan_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int]:
+    """(BV, warps, pipeline stages) of `scan_kernel`."""
+    if exact:
+        return 16, 8 if BK > 64 else 4, 2
+    return min(64, BV), 8 if BK > 128 else 4, 2 if BK > 128 else 3
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the chosen positions lie: flat start token of their chunk, tokens from there, the row that holds the
+    chunk's entering state (`leader` maps chunk slots to such rows), and 0 .. P - 1."""
+
+    start: Tensor
+    length: Tensor
+    source: Tensor
+    own: Tensor
+    leader: Tensor
+
+
+def _places(a: Args, slots: int) -> _Places:
+    assert a.positions is not None
+    p, T, C = a.positions.long(), a.q.shape[1], CHUNK
+    if a.cu is None:
+        within, begin = p % T, p - p % T
+        slot = p // T * ((T + C - 1) // C) + within // C
+    else:
+        cu = a.cu.long()
+        n = torch.searchsorted(cu, p, right=True) - 1  # the last member that starts at or before p: never an empty one
+        begin = cu[n]
+        within = p - begin
+        slot = begin // C + n + within // C
+    own = torch.arange(p.numel(), dtype=torch.int64, device=p.device)
+    leader = torch.full((slots,), -1, dtype=torch.int64, device=p.device)
+    leader[slot] = own  # of several positions in one chunk any may lead: they want the same state
+    return _Places(begin + within // C * C, within % C + 1, leader[slot], own, leader)

@@ -1,0 +1,22 @@
+"""The Triton kernels with three-term tensor-core operands for 16-bit inputs too: float32-grade sums, about three times slower.
+
+For inputs that are hard on float16 operands: nearly parallel keys under slow decay cancel in v - S^T k, and the default's
+rounding of k and S (2^-12) shows there as 3e-3 of the state. Never chosen by itself.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openkda.ops.kda import triton as fast
+from openkda.ops.kda.call import KDACall, KDAOutput
+
+refusals = fast.refusals
+
+
+def run(call: KDACall) -> KDAOutput:
+    return fast.forward(call, exact=True, skip=False)
+
+
+def step(call: KDACall) -> tuple[Tensor, Tensor]:
+    return fast.step(call)  # one token at a time is float32 throughout
