@@ -161,7 +161,13 @@ def test_low_precision_is_close() -> None:
     assert rel(low(x.bfloat16())[0], want) < 2e-2
     with torch.autocast("cpu", torch.bfloat16):
         y, state = layer(x, return_state=True)
+        grads = torch.autograd.grad(y.float().square().sum(), list(layer.parameters()))
+        with torch.no_grad():
+            stepped, _ = layer.eval()(x[:, :1], state=state)
     assert rel(y, want) < 2e-2 and state.recurrent.dtype == torch.float32
+    assert rel(stepped, layer(x[:, :1], state=layer(x, return_state=True)[1])[0]) < 2e-2
+    exact = torch.autograd.grad(want.square().sum(), list(layer.parameters()))
+    assert all(rel(g, e) < 5e-2 for g, e in zip(grads, exact, strict=True))
 
 
 @torch.no_grad()
