@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,11 @@ def gradients(x: KDAInputs, op: Callable[..., Any] = kda, **options: Any) -> dic
     x = x.to().requires_grad_()
     out = op(x.q, x.k, x.v, x.g, x.beta, **(x.kwargs() | options))
     named = x.tensors()
-    grads = torch.autograd.grad((out.output, out.final_state), list(named.values()), (x.do, x.dS), allow_unused=True)
+    ends = [(t, d) for t, d in ((out.output, x.do), (out.final_state, x.dS)) if t.requires_grad]  # no tokens: no graph
+    leaves = list(named.values())
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if ends:
+        grads = torch.autograd.grad([t for t, _ in ends], leaves, [d for _, d in ends], allow_unused=True)
     found = {f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(named.items(), grads, strict=True)}
     return {"o": out.output.detach(), "S": out.final_state.detach()} | found
 
@@ -39,7 +43,9 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-def check_errors(got: dict[str, Tensor], want: dict[str, Tensor], limit: float, grad_limit: float | None = None) -> None:
+def check_errors(
+    got: dict[str, Tensor], want: dict[str, Tensor], limit: float, grad_limit: float | None = None
+) -> None:
     """AssertionError naming every result above its limit."""
     found = errors(got, want)
     bad = {n: e for n, e in found.items() if not e <= ((grad_limit or limit) if n.startswith("d") else limit)}

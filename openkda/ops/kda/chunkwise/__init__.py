@@ -1,7 +1,7 @@
 """KDA as matrix products in plain torch: the CPU path, exact for any gate, with its own backward.
 
 A sequence is cut into chunks of 64 tokens. Inside a chunk everything is a product of small matrices; only the state walks
-from chunk to chunk. With P_i the product of the decays up to token i (inclusive), F_j the product after token j up to the
+from chunk to chunk. With P_i the decay from the chunk's start to token i (inclusive), F_j the decay after token j up to the
 chunk's end, and S the entering state:
 
     A_ij = sum_k x_ik y_jk (decay between j and i)_k     x = q (j <= i) or k (j < i)         tiles.py

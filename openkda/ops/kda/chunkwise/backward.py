@@ -18,14 +18,14 @@ from openkda.ops.kda.chunkwise.forward import (
     Factors,
     Settings,
     Tokens,
-    decays,
     factors,
     heads_first,
+    log_decays,
     prologue,
     rows_first,
 )
 from openkda.ops.kda.chunkwise.plan import Segment
-from openkda.ops.kda.chunkwise.tiles import Products, scores_backward
+from openkda.ops.kda.chunkwise.tiles import Sums, scores_backward
 
 
 def segment_backward(
@@ -42,10 +42,10 @@ def segment_backward(
         prepared = prologue(leaves, opts)
     q, k, log_a, b = (x.detach() for x in prepared)
     H, HV = q.shape[3], log_a.shape[3]
-    f = factors(seg, t, opts, q, k, seg.clear_padding(log_a), b)
+    f = factors(t, opts, q, k, seg.clear_padding(log_a), b)
     do = heads_first(do, HV).to(opts.dtype).flatten(0, 3)
     D, dSs = _walk_back(f, do, dS, E.shape[0])
-    dx, dlog, db = _chunks_backward(f, Products(decays(log_a)[0], opts.bounded), E, states, D, dSs)
+    dx, dlog, db = _chunks_backward(f, Sums(log_decays(log_a)), opts.bounded, E, states, D, dSs)
     upstream = (
         rows_first(dx[:, 0], H, seg.shape),
         rows_first(dx[:, 1], H, seg.shape),
@@ -80,22 +80,22 @@ def _walk_back(f: Factors, do: Tensor, dS: Tensor, c: int) -> tuple[Tensor, Tens
 
 
 def _chunks_backward(
-    f: Factors, prod: Products, E: Tensor, states: Tensor, D: Tensor, dSs: Tensor
+    f: Factors, sums: Sums, bounded: bool, E: Tensor, states: Tensor, D: Tensor, dSs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [n, 2, C, K], gradient of the log decay [n, C, K], db [n, C]. prod: fresh, of this segment's decays."""
+    """dx [n, 2, C, K], gradient of the log decay [n, C, K], db [n, C]. sums: fresh, of this segment's log decays."""
     S, e, dS = states.flatten(0, 1), E.flatten(0, 1), dSs[1:].flatten(0, 1)
     n, _, C, K = f.x.shape
     dAb = torch.bmm(D.flatten(1, 2), e.transpose(1, 2)).view(n, 2, C, C)
     db = (f.A * dAb).sum((1, 2))
     dA = dAb.mul_(f.b[:, None, None, :])
     dA[:, 0].tril_(), dA[:, 1].tril_(-1)
-    dx, dlog = scores_backward(f.x, prod, dA)
+    dx, dlog = scores_backward(f.x, sums, bounded, dA)
     dPx = torch.bmm(D.flatten(1, 2), S.transpose(1, 2)).view(n, 2, C, K)
     dFk = torch.bmm(e, dS.transpose(1, 2))
-    dx.addcmul_(dPx, prod.P.unsqueeze(1))
+    dx.addcmul_(dPx, f.P.unsqueeze(1))
     weight = f.Fk * dFk  # what each column carries out of the chunk
     db += weight.sum(-1)
-    dx[:, 1].addcmul_(dFk.mul_(f.b.unsqueeze(-1)), prod.F)
+    dx[:, 1].addcmul_(dFk.mul_(f.b.unsqueeze(-1)), f.F)
     ones = dlog.new_ones(C, C)
     dlog.baddbmm_(ones.tril(-1).expand(n, C, C), weight.mul_(f.b.unsqueeze(-1)))
     dlog.baddbmm_(ones.triu().expand(n, C, C), (f.Px * dPx).sum(1))  # what each row brought in

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openkda.ops.kda.chunkwise.plan import TILE, Segment
-from openkda.ops.kda.chunkwise.solve import unit_lower_inverse
-from openkda.ops.kda.chunkwise.tiles import TILE_RANGE, Products, decay_from_log, scores
+from openkda.ops.kda.chunkwise.plan import TILE
+from openkda.ops.kda.chunkwise.solve import causal_product, unit_lower_inverse
+from openkda.ops.kda.chunkwise.tiles import STATE_FLOOR, TILE_RANGE, TOTAL_FLOOR, Sums, decay, scores
 from openkda.ops.kda.gate import Gate
 
 
@@ -76,13 +76,16 @@ class Factors:
     """All matrices of a segment's chunks that do not depend on the state.
 
     x: [n, 2, C, K] q and k. A: [n, 2, C, C] scores. Ab: A with column j times b_j. T: [n, C, C] (I + Ab_k)^-1.
-    Px: [n, 2, C, K]. Fk: [n, C, K]. total: [n, K] decay of the chunk. b: [n, C]. V: [n, C, V]. P, F: [n, C, K].
+    P, F: [n, C, K] decay from the chunk's start to each token, and from it to the chunk's end. total: [n, K] over the chunk.
+    Px: [n, 2, C, K] and Fk: [n, C, K] products with x and k. b: [n, C]. V: [n, C, V].
     """
 
     x: Tensor
     A: Tensor
     Ab: Tensor
     T: Tensor
+    P: Tensor
+    F: Tensor
     Px: Tensor
     Fk: Tensor
     total: Tensor
@@ -99,30 +102,23 @@ def stack(q: Tensor, k: Tensor, HV: int) -> Tensor:
     return x.flatten(0, 3)
 
 
-def decays(log_a: Tensor) -> tuple[Tensor, Tensor]:
-    """log_a [c, N, C, HV, K] -> (decay [n, C, K], decay of the whole chunk [n, K]).
-
-    The chunk's decay comes from the summed logarithm: a product of 64 rounded decays near 1 would be off by the same sign
-    every chunk, 1e-4 after 4096 tokens at -8e-5.
-    """
-    log_a = heads_first(log_a, log_a.shape[3]).clone(memory_format=torch.contiguous_format).flatten(0, 3)
-    total = decay_from_log(log_a.sum(1))
-    return decay_from_log(log_a), total
+def log_decays(log_a: Tensor) -> Tensor:
+    """log_a [c, N, C, HV, K] -> [n, C, K], a fresh tensor."""
+    return heads_first(log_a, log_a.shape[3]).clone(memory_format=torch.contiguous_format).flatten(0, 3)
 
 
-def factors(seg: Segment, t: Tokens, opts: Settings, q: Tensor, k: Tensor, log_a: Tensor, b: Tensor) -> Factors:
+def factors(t: Tokens, opts: Settings, q: Tensor, k: Tensor, log_a: Tensor, b: Tensor) -> Factors:
     """From the prologue's results (padding of log_a cleared) and the segment's v rows."""
     HV = log_a.shape[3]
     x = stack(q, k, HV)
-    a, total = decays(log_a)
-    prod = Products(a, opts.bounded)
-    A = scores(x, prod)
+    sums = Sums(log_decays(log_a))
+    A = scores(x, sums, opts.bounded)
+    P, F = decay(sums.head, STATE_FLOOR), decay(sums.tail, STATE_FLOOR)
     b = heads_first(b, HV).flatten(0, 3)
     Ab = A * b[:, None, None, :]
-    V = heads_first(t.v, HV).to(opts.dtype).contiguous().flatten(0, 3)
     return Factors(
-        x=x, A=A, Ab=Ab, T=unit_lower_inverse(Ab[:, 1]), Px=x * prod.P.unsqueeze(1), Fk=x[:, 1] * prod.F,
-        total=total, b=b, V=V,
+        x=x, A=A, Ab=Ab, T=unit_lower_inverse(Ab[:, 1]), P=P, F=F, Px=x * P.unsqueeze(1), Fk=x[:, 1] * F,
+        total=decay(sums.head[:, -1], TOTAL_FLOOR), b=b, V=heads_first(t.v, HV).to(opts.dtype).contiguous().flatten(0, 3),
     )  # fmt: skip
 
 
@@ -135,29 +131,21 @@ def walk(f: Factors, S: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _walk(f: Factors, S: Tensor, c: int, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """careful: also where a token overflows. A coefficient 0 of a later token times its infinity would be NaN in an earlier
-    row; rows before the first bad one then come from a product that leaves the bad ones out."""
-    Px, T, Ab = (m.unflatten(0, (c, -1)) for m in (f.Px, f.T, f.Ab))
+    """careful: a token that overflows must not reach earlier ones (see `causal_product`); twice the work, rarely needed."""
+    T = unit_lower_inverse(f.Ab[:, 1], careful=True) if careful else f.T
+    T, Px, V = (m.unflatten(0, (c, -1)) for m in (T, f.Px, f.V))
     Fb = (f.Fk * f.b.unsqueeze(-1)).unflatten(0, (c, -1)).transpose(-1, -2)
     total = f.total.unflatten(0, (c, -1)).unsqueeze(-1)
-    V = f.V.unflatten(0, (c, -1))
     states, E = S.new_empty(c + 1, *S.shape), torch.empty_like(V)
     states[0] = S
     for i in range(c):
         rest = torch.baddbmm(V[i], Px[i, :, 1], states[i], alpha=-1)  # what the state does not predict
         if careful:
-            E[i] = torch.linalg.solve_triangular(Ab[i, :, 1], rest, upper=False, unitriangular=True)
+            E[i] = causal_product(T[i], rest, careful=True)
         else:
             torch.bmm(T[i], rest, out=E[i])
         torch.mul(states[i], total[i], out=states[i + 1])
         states[i + 1].baddbmm_(Fb[i], E[i])
-    e = E.flatten(0, 1)
-    O = torch.bmm(f.Px[:, 0], states[:-1].flatten(0, 1))
-    Ob = _causal_product(f.Ab[:, 0], e, O) if careful else O.baddbmm_(f.Ab[:, 0], e)
-    return Ob.view_as(E), E, states
-
-
-def _causal_product(A: Tensor, e: Tensor, O: Tensor) -> Tensor:
-    """O + A e, with bad (not finite) rows of e reaching only rows from the first bad one on."""
-    bad = (~torch.isfinite(e).all(-1, keepdim=True)).cumsum(1) > 0
-    return torch.where(bad, torch.baddbmm(O, A, e), torch.baddbmm(O, A, torch.where(bad, 0.0, e)))
+    read = torch.bmm(f.Px[:, 0], states[:-1].flatten(0, 1))
+    O = causal_product(f.Ab[:, 0], E.flatten(0, 1), read, careful)
+    return O.view_as(E), E, states

@@ -164,7 +164,7 @@ def _rows(seg: Segment, t: Tokens) -> Tokens:
 def _segment_forward(seg: Segment, t: Tokens, opts: Settings, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = _rows(seg, t)
     q, k, log_a, b = prologue(rows, opts)
-    return walk(factors(seg, rows, opts, q, k, seg.clear_padding(log_a), b), state, seg.count)
+    return walk(factors(rows, opts, q, k, seg.clear_padding(log_a), b), state, seg.count)
 
 
 def _backward(

@@ -13,7 +13,23 @@ from torch import Tensor
 from openkda.ops.kda.chunkwise.plan import TILE
 
 
-def unit_lower_inverse(L: Tensor) -> Tensor:
+def causal_product(A: Tensor, B: Tensor, plus: Tensor | None = None, careful: bool = False) -> Tensor:
+    """A B (+ plus) for lower triangular A [n, C, C] and B [n, C, m].
+
+    careful: also where rows of B are not finite. A zero above the diagonal times a later row's infinity would be NaN in an
+    earlier row; rows before the first bad one then come from a product that leaves the bad ones out, equal to the bit.
+    """
+
+    def product(rows: Tensor) -> Tensor:
+        return torch.bmm(A, rows) if plus is None else torch.baddbmm(plus, A, rows)
+
+    if not careful:
+        return product(B)
+    bad = (~torch.isfinite(B).all(-1, keepdim=True)).cumsum(1) > 0
+    return torch.where(bad, product(B), product(torch.where(bad, 0.0, B)))
+
+
+def unit_lower_inverse(L: Tensor, careful: bool = False) -> Tensor:
     """(I + L)^-1 for strictly lower triangular L [n, C, C], C a multiple of 16 and a power of two."""
     n, C, _ = L.shape
     T = torch.zeros_like(L)
@@ -25,7 +41,7 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
         inverse = _diagonal(T, size).unflatten(1, (-1, 2))
         first, second = inverse[:, :, 0].reshape(-1, size, size), inverse[:, :, 1].reshape(-1, size, size)
         lower = torch.bmm(_below(L, size).reshape(-1, size, size), first)
-        _below(T, size).copy_(torch.bmm(second, lower).neg_().view(n, -1, size, size))
+        _below(T, size).copy_(causal_product(second, lower, careful=careful).neg_().view(n, -1, size, size))
         size *= 2
     return T
 
