@@ -93,7 +93,7 @@ def kda(
     call = validate(
         KDACall(
             q, k, v, g, beta, gate,
-            q.shape[-1] ** -0.5 if scale is None else scale,
+            _default_scale(q) if scale is None else scale,
             initial_state, output_final_state, cu_seqlens, use_qk_l2norm, use_beta_sigmoid,
             state_indices, state_positions, state_v_first,
             _default_state_dtype(q) if state_dtype is None else state_dtype,
@@ -129,12 +129,16 @@ def kda_step(
     call = validate_step(
         KDACall(
             q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), g.unsqueeze(1), beta.unsqueeze(1), gate,
-            q.shape[-1] ** -0.5 if scale is None else scale,
+            _default_scale(q) if scale is None else scale,
             state, True, None, use_qk_l2norm, use_beta_sigmoid, state_indices, None, state_v_first, state.dtype,
         ),
         check_inputs,
     )  # fmt: skip
     return _choose(call, impl).step(call)
+
+
+def _default_scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if q.shape and q.shape[-1] else 1.0  # no channels: validation says so, not the division
 
 
 def _default_state_dtype(q: Tensor) -> torch.dtype:

@@ -1,0 +1,231 @@
+"""Bad input is refused before anything runs, with what was expected and what came; and one can tell what ran."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from openkda.ops.kda import api
+from openkda.ops.kda.api import kda, kda_step
+from openkda.ops.kda.gate import BoundedGate, SoftplusGate
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "q": torch.zeros(2, 5, 2, 8), "k": torch.zeros(2, 5, 2, 8), "v": torch.zeros(2, 5, 4, 6),
+        "g": torch.zeros(2, 5, 4, 8), "beta": torch.zeros(2, 5, 4), "initial_state": torch.zeros(2, 4, 8, 6),
+    }  # fmt: skip
+    return base | changes
+
+
+def packed(cu: Any, **changes: Any) -> dict[str, Any]:
+    one = {n: t[:1] for n, t in good().items()}
+    one["initial_state"] = None
+    return one | {"cu_seqlens": cu} | changes
+
+
+Z = torch.zeros
+CASES = [
+    ("q rank", good(q=Z(2, 5, 8)), ValueError, r"q.shape: expected \[B, T, H, K\], received \[2, 5, 8\]"),
+    ("q dtype", good(q=Z(2, 5, 2, 8).long()), TypeError, r"q.dtype: expected float.*, received torch.int64"),
+    ("k shape", good(k=Z(2, 5, 2, 7)), ValueError, r"k.shape: expected .*\[2, 5, 2, 8\], received \[2, 5, 2, 7\]"),
+    ("k dtype", good(k=Z(2, 5, 2, 8).half()), TypeError, r"k.dtype: expected torch.float32 .*received torch.float16"),
+    ("k device", good(k=Z(2, 5, 2, 8, device="meta")), ValueError, r"k.device: expected cpu.*received meta"),
+    ("v length", good(v=Z(2, 6, 4, 6)), ValueError, r"v.shape: expected .*\[2, 5, HV, V\], received \[2, 6, 4, 6\]"),
+    ("v heads", good(v=Z(2, 5, 3, 6)), ValueError, r"v heads HV: expected a multiple of the 2 .*received 3"),
+    ("g shape", good(g=Z(2, 5, 2, 8)), ValueError, r"g.shape: expected .*\[2, 5, 4, 8\], received \[2, 5, 2, 8\]"),
+    ("beta shape", good(beta=Z(2, 5, 4, 1)), ValueError, r"beta.shape: expected .*received \[2, 5, 4, 1\]"),
+    ("not a tensor", good(v=[1.0]), TypeError, r"v: expected a torch.Tensor, received list"),
+    ("no channels", good(q=Z(2, 5, 2, 0), k=Z(2, 5, 2, 0)), ValueError, r"at least one .*K=0"),
+    ("scale", good(scale=float("inf")), ValueError, r"scale: expected a finite number, received inf"),
+    (
+        "gate type",
+        good(gate=lambda z: z),
+        TypeError,
+        r"gate: expected None, SoftplusGate or BoundedGate, received function",
+    ),
+    (
+        "A_log missing",
+        good(gate=SoftplusGate(None)),
+        ValueError,
+        r"A_log: expected a float tensor of HV = 4 values, received None",
+    ),
+    ("A_log size", good(gate=SoftplusGate(Z(2))), ValueError, r"gate.A_log: expected 4 values \(HV\), received \[2\]"),
+    (
+        "A_log dtype",
+        good(gate=BoundedGate(-5.0, Z(4).half())),
+        TypeError,
+        r"A_log.dtype: expected float32.*received torch.float16",
+    ),
+    (
+        "dt_bias size",
+        good(gate=SoftplusGate(Z(4), Z(4))),
+        ValueError,
+        r"gate.dt_bias: expected 32 values.*received \[4\]",
+    ),
+    (
+        "state shape",
+        good(initial_state=Z(2, 4, 6, 8)),
+        ValueError,
+        r"initial_state.shape: expected .*\[2, 4, 8, 6\], received \[2, 4, 6, 8\]",
+    ),
+    ("state count", good(initial_state=Z(1, 4, 8, 6)), ValueError, r"initial_state.shape: .*received \[1, 4, 8, 6\]"),
+    (
+        "state dtype",
+        good(initial_state=Z(2, 4, 8, 6).half()),
+        TypeError,
+        r"initial_state.dtype: expected torch.float32",
+    ),
+    (
+        "state_dtype",
+        good(state_dtype=torch.float16),
+        TypeError,
+        r"state_dtype: expected torch.float32 or torch.bfloat16, received torch.float16",
+    ),
+    (
+        "batch in a pack",
+        good(cu_seqlens=torch.tensor([0, 5]), initial_state=None),
+        ValueError,
+        r"batch with cu_seqlens: expected B = 1.*received B = 2",
+    ),
+    (
+        "cu dtype",
+        packed(torch.tensor([0.0, 5.0])),
+        TypeError,
+        r"cu_seqlens.dtype: expected int32 or int64, received torch.float32",
+    ),
+    ("cu rank", packed(torch.tensor([[0, 5]])), ValueError, r"cu_seqlens.shape: expected \[N \+ 1\]"),
+    ("cu empty", packed(torch.tensor([0])), ValueError, r"cu_seqlens.shape: .*received \[1\]"),
+    ("cu start", packed(torch.tensor([1, 5])), ValueError, r"first value 0 and last value T = 5, received 1 and 5"),
+    ("cu end", packed(torch.tensor([0, 6])), ValueError, r"last value T = 5, received 0 and 6"),
+    ("cu falls", packed(torch.tensor([0, 4, 3, 5])), ValueError, r"never decrease, received 4 then 3 at index 1"),
+    (
+        "slots without pool",
+        good(initial_state=None, state_indices=torch.tensor([0, 1])),
+        ValueError,
+        r"state_indices: expected initial_state to be the pool",
+    ),
+    (
+        "slots count",
+        good(state_indices=torch.tensor([0])),
+        ValueError,
+        r"state_indices.shape: expected \[N\] = \[2\], received \[1\]",
+    ),
+    (
+        "slot range",
+        good(state_indices=torch.tensor([0, 2])),
+        ValueError,
+        r"state_indices: expected values in \[-1, 2\), received 2",
+    ),
+    ("slot twice", good(state_indices=torch.tensor([1, 1])), ValueError, r"each slot at most once.*received \[1, 1\]"),
+    (
+        "slots dtype",
+        good(state_indices=torch.tensor([0.0, 1.0])),
+        TypeError,
+        r"state_indices.dtype: expected int32 or int64",
+    ),
+    (
+        "slots and gradients",
+        good(state_indices=torch.tensor([0, 1]), q=Z(2, 5, 2, 8, requires_grad=True)),
+        ValueError,
+        r"state_indices: expected no gradients",
+    ),
+    (
+        "positions range",
+        good(state_positions=torch.tensor([10])),
+        ValueError,
+        r"state_positions: expected values in \[0, 10\), received 10",
+    ),
+    (
+        "positions rank",
+        good(state_positions=torch.tensor([[1]])),
+        ValueError,
+        r"state_positions: expected int32 or int64 of shape \[P\]",
+    ),
+    (
+        "impl unknown",
+        good(impl="fast"),
+        ValueError,
+        r"impl: expected one of .*chunkwise, reference or None, received 'fast'",
+    ),
+    (
+        "checked nan",
+        good(v=Z(2, 5, 4, 6).index_fill(1, torch.tensor([3]), float("nan")), check_inputs=True),
+        ValueError,
+        r"v: expected finite values, received nan at \[0, 3, 0, 0\]",
+    ),
+    (
+        "checked decay",
+        good(g=Z(2, 5, 4, 8) + 0.5, check_inputs=True),
+        ValueError,
+        r"g: expected log decay <= 0 .*received maximum 0.5",
+    ),
+    ("checked beta", good(beta=Z(2, 5, 4) + 2, check_inputs=True), ValueError, r"beta: expected values in \[0, 1\]"),
+    ("checked keys", good(k=Z(2, 5, 2, 8) + 1, check_inputs=True), ValueError, r"k: expected keys of length <= 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_refused_with_expected_and_received(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kda(**arguments)
+
+
+def test_the_good_call_is_good() -> None:
+    for arguments in (good(), good(check_inputs=True), packed(torch.tensor([0, 0, 5]))):
+        assert kda(**arguments).output.shape[2:] == (4, 6)
+
+
+def test_step_refuses_too() -> None:
+    token = {n: t[:, 0] for n, t in good().items() if n != "initial_state"}
+    with pytest.raises(ValueError, match=r"initial_state.shape: .*received \[3, 4, 8, 6\]"):
+        kda_step(**token, state=Z(3, 4, 8, 6))
+    with pytest.raises(ValueError, match="state dtype: expected float32, bfloat16"):
+        kda_step(**token, state=Z(2, 4, 8, 6).half())
+    with pytest.raises(ValueError, match=r"state_indices: expected values in \[-1, 3\), received 7"):
+        kda_step(**token, state=Z(3, 4, 8, 6), state_indices=torch.tensor([7, 0]))
+
+
+def test_options_are_keywords_only_and_unknown_ones_fail() -> None:
+    tensors = [good()[n] for n in ("q", "k", "v", "g", "beta")]
+    with pytest.raises(TypeError, match="positional"):
+        kda(*tensors, None)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        kda(*tensors, head_first=False)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("impl", ["hopper", "triton"])
+def test_a_named_kernel_never_falls_back(impl: str) -> None:
+    """On the CPU a kernel is refused by name, with its reasons; it does not quietly run something else."""
+    try:
+        api._module(impl)
+    except ImportError:
+        pytest.skip(f"{impl} is not part of this installation")
+    with pytest.raises(NotImplementedError, match=f"impl='{impl}' cannot run this call"):
+        kda(**good(impl=impl))
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    api._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="openkda.ops.kda"):
+        kda(**good())
+        kda(**good())
+    assert [r.getMessage() for r in caplog.records] == ["kda on cpu runs chunkwise"]
+
+
+def test_validation_and_choice_are_cheap() -> None:
+    """Best of many, so that a busy machine does not matter: well under the cost of the smallest call."""
+    call = api.KDACall(
+        *(good()[n] for n in ("q", "k", "v", "g", "beta")), None, 1.0, None, False, None, False, False, None, None, False,
+        torch.float32,
+    )  # fmt: skip
+    best = float("inf")
+    for _ in range(200):
+        start = time.perf_counter()
+        api._choose(api.validate(call, False), None)
+        best = min(best, time.perf_counter() - start)
+    assert best < 60e-6, f"{best * 1e6:.0f} microseconds"
