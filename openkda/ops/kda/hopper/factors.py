@@ -196,8 +196,8 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s):
-    """Per-channel factors that move a tile's scaling from its own anchor to the chunk's (fk, ck) or tile 1's (xb)."""
+def _tile_factors(t_s, xb_s, fk_s, ck_s):
+    """Per-channel factors from a tile's own anchor to the chunk's (fk, ck) or tile 1's (xb); returns the chunk's decay."""
     t = t_s.load(FR)
     tile = gl.arange(0, 4, layout=gl.SliceLayout(1, FR))[:, None]
     before = gl.associative_scan(t, 0, _sum) - t
@@ -206,7 +206,7 @@ def _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s):
     xb_s.store(_ex2(gl.where(tile == 3, t2, 0.0)).to(gl.float16))
     fk_s.store(_ex2(gl.minimum(before, 0.0)).to(gl.float16))
     ck_s.store(_ex2(gl.minimum(after, 0.0)).to(gl.float16))
-    dec_s.store(_ex2(gl.sum(t, axis=0)))
+    return _ex2(gl.sum(t, axis=0))
 
 
 @gluon.jit
@@ -222,14 +222,20 @@ def _tri(upper: gl.constexpr):
 
 
 @gluon.jit
-def _column_slice(g_s, k_s, rk, kc_s, kh_s, ck_s, s: gl.constexpr):
-    """Keys scaled to the end of their tile (kc) and of the chunk (kh)."""
+def _column_slice(g_s, k_s, rk, kc_s, s: gl.constexpr):
+    """Keys scaled to the end of their tile go to kc_s; returns them."""
     g16 = _half_view(g_s).slice(W * s, W, dim=1).load(LB).reshape([4, 16, W])
     g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
     hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, W], gl.float32, M3))
     col = _rows(k_s, s, W) * rk[:, :, None] * _ex2(hs)
     col = col.to(gl.float16)
     kc_s.slice(W * s, W, dim=1).store(_flat(col))
+    return col
+
+
+@gluon.jit
+def _store_kh(col, kh_s, ck_s, s: gl.constexpr):
+    """Keys scaled to the end of the chunk."""
     ck = ck_s.slice(W * s, W, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
     kh_s.slice(W * s, W, dim=1).store(_flat(_scaled(col, ck)))
 
@@ -349,6 +355,37 @@ def _invert(ld, la, lf, lt_s, x_s, p_s, th_s, p2_s):
     tha = gl.convert_layout(th16, A2H, assert_trivial=True)
     low = -mma_v2(tha, p2_s.slice(32, 32, dim=0).load(B2H), gl.zeros([64, 32], gl.float32, M2))
     return th, low
+
+
+@gluon.jit
+def _scores_to_operands(acc, b_s, m_s, tt_s, scratch):
+    """Masks the scores, writes M, inverts and writes T = (1 + beta L)^-1 beta. scratch: four [64, 32] buffers."""
+    ld, la, l0, l1, md, ma, m0, m1 = acc
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
+    col = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
+    lt_s = scratch.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
+    xp_s = scratch.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
+    b3 = b_s.reshape([4, 16]).load(gl.SliceLayout(2, M3))[:, :, None]
+    bp = b_s.reshape([2, 32]).load(gl.SliceLayout(2, MP))[:, :, None]
+    b2 = b_s.load(gl.SliceLayout(1, M2))[:, None]
+    ld = gl.where(row > col, ld, 0.0) * b3
+    md = gl.where(row >= col, md, 0.0)
+    ma = gl.convert_layout(ma.reshape([4, 16, 16]), M3, assert_trivial=True)
+    _store_lower(m_s, _halves(md, ma), _join_far(m0, m1), 1.0, 1.0)
+    th, low = _invert(
+        ld, la * bp, _join_far(l0, l1) * b2, lt_s, xp_s.index(0), xp_s.index(1), scratch.index(1), scratch.index(2)
+    )
+    blo = b_s.slice(0, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
+    bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
+    _store_lower(tt_s, th, low, blo, bhi)
+
+
+@gluon.jit
+def _no_scores():
+    z3 = gl.zeros([4, 16, 16], gl.float32, M3)
+    zp = gl.zeros([2, 32, 16], gl.float32, MP)
+    z2 = gl.zeros([64, 16], gl.float32, M2)
+    return z3, zp, z2, z2, z3, zp, z2, z2
 
 
 @gluon.jit

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .factors import (
-    F1, FLAT1, FLAT2, FLAT3, LOG2E, LROW, M2, M3, MP, S64,
-    _clean, _column_slice, _ex2, _far_column, _gates, _halves, _invert, _join_far, _rcp, _row_slice, _rsqrt, _square_norm,
-    _store_lower, _store_pair, _tile_factors,
+    F1, FLAT1, FLAT2, LOG2E, LROW, S64,
+    _clean, _column_slice, _ex2, _far_column, _gates, _no_scores, _rcp, _row_slice, _rsqrt, _scores_to_operands,
+    _square_norm, _store_kh, _store_pair, _tile_factors,
 )
 
 ACC_T = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -40,7 +40,7 @@ def factor_partition(
 ):
     """Warpgroup that turns raw chunks into state operands, one chunk ahead of the state."""
     q_s, k_s, g_s = raw
-    kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s, lt_s, x_s, p_s, th_s, p2_s = work
+    kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s = work
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
 
@@ -56,8 +56,6 @@ def factor_partition(
     tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], qk_full.index(0), q_s.index(0), pred=some)
     tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], qk_full.index(0), k_s.index(0), pred=some)
     beta = _load_beta(beta_ptr, row0, length, hv, HV)
-    row4 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
-    col4 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
 
     for c in range(chunks):
         n = length - c * 64
@@ -82,46 +80,32 @@ def factor_partition(
         rq = scale * _rsqrt(_square_norm(qc) + 1e-6)
         rk = _rsqrt(_square_norm(kc) + 1e-6)
         mbarrier.wait(kh_free.index(st), ((c >> 1) & 1) ^ 1)
-        _tile_factors(t_s, xb_s, fk_s, ck_s, dec_s.index(st))
-        kh = kh_s.index(st)
+        dec_s.index(st).store(_tile_factors(t_s, xb_s, fk_s, ck_s))
         for s in gl.static_range(2):
-            _column_slice(g_s, kc, rk, kc_s, kh, ck_s, s)
+            _store_kh(_column_slice(g_s, kc, rk, kc_s, s), kh_s.index(st), ck_s, s)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(kh_ready.index(st), count=1)
 
         _far_column(kc_s, cb_s, t_s)
-        mbarrier.wait(free, (c & 1) ^ 1)
-        z3 = gl.zeros([4, 16, 16], gl.float32, M3)
-        zp = gl.zeros([2, 32, 16], gl.float32, MP)
-        z2 = gl.zeros([64, 16], gl.float32, M2)
-        acc = (z3, zp, z2, z2, z3, zp, z2, z2)
+        mbarrier.wait(free.index(0), (c & 1) ^ 1)
+        acc = _no_scores()
         for s in gl.static_range(4):
             acc, k0, q0 = _row_slice(g_s, qc, kc, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s)
             acc, k1, q1 = _row_slice(g_s, qc, kc, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s + 1)
-            _store_pair(kt_s, k0, k1, s)
-            _store_pair(qt_s, q0, q1, s)
+            _store_pair(kt_s.index(0), k0, k1, s)
+            _store_pair(qt_s.index(0), q0, q1, s)
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.arrive(kq_ready, count=1)
+        mbarrier.arrive(kq_ready.index(0), count=1)
         mbarrier.expect(g_full, 16384, pred=more)
         tma.async_copy_global_to_shared(g_desc, [row, hv * 128], g_full, g_s, pred=more)
 
-        ld, la, l0, l1, md, ma, m0, m1 = acc
-        b3 = b_s.reshape([4, 16]).load(gl.SliceLayout(2, M3))[:, :, None]
-        bp = b_s.reshape([2, 32]).load(gl.SliceLayout(2, MP))[:, :, None]
-        b2 = b_s.load(gl.SliceLayout(1, M2))[:, None]
-        ld = gl.where(row4 > col4, ld, 0.0) * b3
-        md = gl.where(row4 >= col4, md, 0.0)
-        th, low = _invert(ld, la * bp, _join_far(l0, l1) * b2, lt_s, x_s, p_s, th_s, p2_s)
-        ma = gl.convert_layout(ma.reshape([4, 16, 16]), M3, assert_trivial=True)
-        _store_lower(m_s, _halves(md, ma), _join_far(m0, m1), 1.0, 1.0)
-        blo = b_s.slice(0, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
-        bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
-        _store_lower(tt_s, th, low, blo, bhi)
+        # The scores are in registers by now, so the inversion's buffers reuse kc_s.
+        _scores_to_operands(acc, b_s, m_s.index(0), tt_s.index(0), kc_s._reinterpret(gl.float16, [4, 64, 32], S64))
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.arrive(tm_ready, count=1)
+        mbarrier.arrive(tm_ready.index(0), count=1)
 
 
 @gluon.jit
@@ -157,7 +141,7 @@ def _state_offsets(index, HALF: gl.constexpr):
 @gluon.jit
 def state_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV,
-    HALF: gl.constexpr, HAS_S0: gl.constexpr, HAS_ST: gl.constexpr,
+    HALF: gl.constexpr, HAS_S0: gl.constexpr, HAS_ST: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
@@ -176,6 +160,8 @@ def state_partition(
     tma.async_copy_global_to_shared(v_desc, [row0, col0], v_full.index(0), v_s.index(0), pred=some)
     for c in range(chunks):
         st = c & 1
+        sb = c % STAGES
+        phase = (c // STAGES) & 1
         n = length - c * 64
         v_c = v_s.index(st)
         mbarrier.wait(v_full.index(st), (c >> 1) & 1)
@@ -185,15 +171,15 @@ def state_partition(
         sc, inv_new = _row_scale(s, v, inv)
         s = s * (sc * inv)[:, None]
         inv = inv_new
-        mbarrier.wait(kq_ready, c & 1)
+        mbarrier.wait(kq_ready.index(sb), phase)
         a = gl.convert_layout(s.to(gl.float16), A_T)
-        r = warpgroup_mma(a, kt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        r = warpgroup_mma(a, kt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
         sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
         r = warpgroup_mma_wait(0, deps=[r])
         v = v_c.permute((1, 0)).load(ACC_T).to(gl.float32)
         a = gl.convert_layout((v * sc_t - r).to(gl.float16), A_T)
-        mbarrier.wait(tm_ready, c & 1)
-        u = warpgroup_mma(a, tt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(tm_ready.index(sb), phase)
+        u = warpgroup_mma(a, tt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
         # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
         tma.store_wait(0)
         gl.thread_barrier()
@@ -206,11 +192,11 @@ def state_partition(
         u = warpgroup_mma_wait(0, deps=[u])
         u16 = u.to(gl.float16)
         # Converted again instead of kept: 32 registers less while r and u are live.
-        o = warpgroup_mma(gl.convert_layout(_half(s), A_T), qt_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-        o = warpgroup_mma(gl.convert_layout(u16, A_T), m_s.permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma(gl.convert_layout(_half(s), A_T), qt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
+        o = warpgroup_mma(gl.convert_layout(u16, A_T), m_s.index(sb).permute((1, 0)), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         gl.thread_barrier()
-        mbarrier.arrive(free, count=1)
+        mbarrier.arrive(free.index(sb), count=1)
         o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
         v_c.permute((1, 0)).store(o.to(v_c.dtype))
 
@@ -248,15 +234,7 @@ def _work_buffers():
     ck_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
-    # The scores are in registers by the time of the inversion, so its buffers reuse kc_s.
-    quarter = kc_s._reinterpret(gl.float16, [4, 64, 32], S64)
-    lt_s = quarter.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
-    th_s = quarter.index(1)
-    p2_s = quarter.index(2)
-    xp_s = quarter.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
-    x_s = xp_s.index(0)
-    p_s = xp_s.index(1)
-    return kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s, lt_s, x_s, p_s, th_s, p2_s
+    return kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s
 
 
 @gluon.jit
@@ -275,22 +253,22 @@ def _allocate():
     g_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
     v1_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
-    kt_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
-    qt_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
+    kt_s = gl.allocate_shared_memory(gl.float16, [1, 64, 128], S64)
+    qt_s = gl.allocate_shared_memory(gl.float16, [1, 64, 128], S64)
     kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
-    tt_s = gl.allocate_shared_memory(gl.float16, [64, 64], S64)
-    m_s = gl.allocate_shared_memory(gl.float16, [64, 64], S64)
+    tt_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], S64)
+    m_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], S64)
     work = _work_buffers()
     qk_full = _bars(2, 1)
     g_full = _bars(1, 1).index(0)
     v0_full = _bars(2, 1)
     v1_full = _bars(2, 1)
-    kq_ready = _bars(1, 1).index(0)
+    kq_ready = _bars(1, 1)
     kh_ready = _bars(2, 1)
     kh_free = _bars(2, 2)
-    tm_ready = _bars(1, 1).index(0)
-    free = _bars(1, 2).index(0)
+    tm_ready = _bars(1, 1)
+    free = _bars(1, 2)
     fence_async_shared()
     ops = (kt_s, qt_s, kh_s, dec_s, tt_s, m_s)
     fbars = (qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free)
@@ -322,9 +300,9 @@ def kda_forward_kernel(
             (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
                                 row0, length, hq, hv, HV, scale, bound)),
             (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, row0, length, n_seq, hv, HV,
-                               gl.constexpr(0), HAS_S0, HAS_ST)),
+                               gl.constexpr(0), HAS_S0, HAS_ST, gl.constexpr(1))),
             (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, row0, length, n_seq, hv, HV,
-                               gl.constexpr(1), HAS_S0, HAS_ST)),
+                               gl.constexpr(1), HAS_S0, HAS_ST, gl.constexpr(1))),
         ],
         [4, 4],
         [168, 168],
