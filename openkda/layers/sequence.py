@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from openkda.layers.packing import pack, padding_of, unpack
+from openkda.layers.state import LayerState
 from openkda.ops.packing.api import check_cu_seqlens
 
 
 class SequenceLayer(nn.Module):
     """A layer on [B, T, hidden_size] with a state of class `state_type`; subclasses write `_sequences`."""
 
-    state_type: ClassVar[type]
+    state_type: ClassVar[type[LayerState]]
     layer_idx: int
 
     def forward(
