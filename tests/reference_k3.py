@@ -197,7 +197,7 @@ class ReferenceKimi:
         rows = []
         for t in range(x.shape[0]):
             biased = scores[t] + self.t(at + "gate.e_score_correction_bias")
-            chosen = sorted(range(c["num_experts"]), key=lambda e: -float(biased[e]))[: c["num_experts_per_token"]]
+            chosen = sorted(range(c["num_experts"]), key=lambda e: -biased[e].item())[: c["num_experts_per_token"]]
             p = torch.stack([scores[t, e] for e in chosen])
             if c["moe_renormalize"]:
                 p = p / (p.sum() + 1e-20)
