@@ -139,6 +139,25 @@ def inspect(
     return 0
 
 
+@app.command()
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the run. Default: runs/demo, or the next free name.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Of training. Default: so that all is done in five minutes.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Train so many steps instead.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, to see that everything works.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and sample.")] = 0,
+) -> int:
+    """Train a small model on the Python standard library's source, then let it write."""
+    from openkda.lab.demo import SECONDS, run_demo
+
+    result = run_demo(out, seconds=SECONDS if seconds is None else seconds, steps=steps, quick=quick, seed=seed)
+    return 130 if result.interrupted else 0
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     # The parser's own error class is not exported under a stable name; BadParameter, which is, derives from it.

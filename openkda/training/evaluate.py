@@ -123,6 +123,7 @@ def evaluate_paths(
     if seq_len < 1:
         raise ValueError(f"seq_len: expected a positive integer, received {seq_len}")
     where = choose_device(device)
+    width = choose_dtype(dtype, where)
     files = find_files(paths)
     tokenizer = load_tokenizer(checkpoint)
     model = load_checkpoint(checkpoint, device=where)
@@ -133,6 +134,6 @@ def evaluate_paths(
             tokens,
             seq_len=seq_len,
             device=where,
-            dtype=choose_dtype(dtype, where),
+            dtype=width,
             advance=lambda scored: advance(scored, len(tokens) - 1),
         )

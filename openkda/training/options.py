@@ -22,6 +22,8 @@ CHANGEABLE = frozenset({
     "steps", "max_seconds", "device", "log_every", "val_every", "val_tokens", "checkpoint_every", "keep",
 })  # fmt: skip
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
@@ -165,7 +167,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """Autocast dtype: float32 means no autocast."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if name not in DTYPES:
+        _bad("dtype", f"auto, {' or '.join(DTYPES)}", repr(name))
+    return DTYPES[name]
 
 
 def total_memory(device: torch.device) -> int | None:
@@ -203,8 +207,7 @@ def _check(o: TrainOptions) -> None:
         _bad("max_seconds", "a positive number or none", o.max_seconds)
     if not 0 <= o.seed < 1 << 63:
         _bad("seed", "0 to 2^63 - 1", o.seed)
-    if o.dtype not in ("auto", "float32", "bfloat16"):
-        _bad("dtype", "auto, float32 or bfloat16", repr(o.dtype))
+    choose_dtype(o.dtype, torch.device("cpu"))
     if not o.data:
         _bad("data", "at least one path", "none")
     if not o.out:
