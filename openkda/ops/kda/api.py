@@ -21,10 +21,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from openkda.ops.kda.call import KDACall, KDAOutput
-from openkda.ops.kda.gate import Gate
+from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda.validate import validate, validate_step
 
-__all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "KDACall", "KDAOutput", "kda", "kda_step"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "L2NORM_EPS",
+    "BoundedGate",
+    "Gate",
+    "KDACall",
+    "KDAOutput",
+    "SoftplusGate",
+    "kda",
+    "kda_step",
+]
 
 log = logging.getLogger("openkda.ops.kda")
 

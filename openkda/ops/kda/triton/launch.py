@@ -92,7 +92,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def forward(a: Args) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, final states or None, states at positions or None); with an index the pool `a.state` is written in place."""
-    B, T, _, HV, K, V = a.sizes
+    B, T, _, HV, _, V = a.sizes
     o = torch.empty((B, T, HV, V), dtype=a.v.dtype, device=a.q.device)
     N = a.num_sequences
     final = a.state if a.index is not None else (new_states(a, N) if a.want_state else None)
@@ -140,7 +140,7 @@ def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None) -> N
     B, T, _, HV, K, _ = a.sizes
     per_token = B * HV * K
     window = max(WINDOW // max(per_token, 1) // CHUNK, 1) * CHUNK
-    if a.cu is not None or kept is not None or T <= window:
+    if a.cu is not None or kept is not None or window >= T:
         _pass(a, o, a.state, final, a.index, a.index, kept)
         return
     V = a.v.shape[3]

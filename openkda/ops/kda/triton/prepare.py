@@ -232,12 +232,11 @@ def prepare_kernel(
         tl.store(ke_p + at, (k * far).to(OP))
         tl.store(decay_p + block * BK + c, tl.exp2(tl.sum(R, axis=0)))
 
+    A = A * beta[:, None]
     if SCALED:
-        A = A * (beta * k_up)[:, None] * k_up[None, :]
-    else:
-        A = A * beta[:, None]
+        A = A * k_up[:, None] * k_up[None, :]
     A = tl.clamp(A, -A_LIMIT, A_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    X = _invert(A, C, INNER_PREC if OP == tl.float32 else "tf32x3")
+    X = _invert(A, C, INNER_PREC if tl.float32 == OP else "tf32x3")
     if SCALED:
         X = X * k_up[:, None] * (beta * k_up)[None, :]
         t_down, t_up = power_of_two(tl.max(tl.abs(X), axis=1), 0)

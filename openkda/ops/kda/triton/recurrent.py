@@ -9,26 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import LOG2E, log2_decay, sigmoid
+from openkda.ops.triton.api import LOG2E, delta_step, log2_decay, sigmoid, unit_length
 
 DENSE = tl.constexpr(0)  # row n: all T tokens of batch n
 PACKED = tl.constexpr(1)  # row n: tokens cu[n] .. cu[n + 1] of batch 0
 LISTED = tl.constexpr(2)  # row n: length[n] tokens from flat token start[n]
-
-
-@triton.jit
-def unit_length(x, eps):
-    """x / sqrt(sum x^2 + eps) of a vector."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) + eps)
-
-
-@triton.jit
-def delta_step(S, q, k, v, g, beta):
-    """One token: S [BK, BV], log2 decay g [BK] -> (new S, S_new^T q)."""
-    S = S * tl.exp2(g)[:, None]
-    u = beta * (v - tl.sum(S * k[:, None], axis=0))
-    o = tl.sum(S * q[:, None], axis=0) + tl.sum(k * q, axis=0) * u
-    return S + k[:, None] * u[None, :], o
 
 
 @triton.jit(do_not_specialize=["T", "sbb", "sbt", "sbh"])
@@ -79,7 +64,7 @@ def recurrent_kernel(
     m_v = x < V
     m_s = m_k[:, None] & m_v[None, :]
     p_o = o_p + batch * sob + start * sot + h * soh + x
-    if SKIP:
+    if SKIP:  # noqa: SIM102 (SKIP is known when compiling, the slot is not)
         if source < 0:
             for _ in range(length):
                 tl.store(p_o, tl.zeros([BV], o_p.dtype.element_ty), m_v)

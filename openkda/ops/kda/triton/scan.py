@@ -26,7 +26,8 @@ def scan_kernel(
     svb, svt, svh, sob, sot, soh, s0n, s0h, s0k, s0v, s1n, s1h, s1k, s1v,
     T, N, slots, scale,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, HAS_S0: tl.constexpr, HAS_S1: tl.constexpr, INDEXED_0: tl.constexpr, INDEXED_1: tl.constexpr, KEEP: tl.constexpr,
+    PACKED: tl.constexpr, HAS_S0: tl.constexpr, HAS_S1: tl.constexpr, INDEXED_0: tl.constexpr, INDEXED_1: tl.constexpr,
+    KEEP: tl.constexpr,
     SCALED: tl.constexpr, OP: tl.constexpr, SMALL: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +83,7 @@ def scan_kernel(
         decay = tl.load(p_decay)
         m_v = (t < length - i * C)[:, None] & (x < V)[None, :]
         vt = tl.trans(tl.load(p_v, m_v, other=0.0)).to(tl.float32)
-        if OP == tl.float16:
+        if tl.float16 == OP:
             s_max = tl.max(tl.abs(S), axis=1)
             s_up, s_down = power_of_two(s_max, 8)
             a = (S * s_up[:, None]).to(OP)
@@ -100,7 +101,7 @@ def scan_kernel(
             U *= tl.load(p_token + C)[None, :]
             U = tl.clamp(U, -D_LIMIT, D_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         O += tl.dot(round_mantissa(U, SMALL), tl.trans(M1), input_precision=SMALL)
-        if OP == tl.float16:
+        if tl.float16 == OP:
             # the state shares the accumulator, so a U far below it must not be scaled past float32's range
             u_up, u_down = power_of_two(tl.maximum(tl.max(tl.abs(U), axis=1), s_max * 1e-4), 8)
             S = tl.dot((U * u_up[:, None]).to(OP), ke, S * decay[None, :] * u_up[:, None]) * u_down[:, None]

@@ -1,0 +1,50 @@
+"""The fused Triton step; see `step.py`. Host side and operator registration (see `openkda/ops/kda/triton/register.py`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from openkda.ops.kda.api import BoundedGate
+from openkda.ops.kda_block.call import BlockCall, BlockOutput, BlockState
+
+MAX_TILE = 128 * 256
+
+
+def refusals(call: BlockCall) -> list[str]:
+    reasons = []
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed")
+    if not call.q.is_cuda and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        reasons.append(f"needs CUDA tensors, received {call.q.device.type}")
+    if call.q.dtype == torch.float64:
+        reasons.append("float64 inputs")
+    K, V = call.g.shape[-1], call.out_gate.shape[-1]
+    if K > 256 or V > 256 or K * V > MAX_TILE:
+        reasons.append(f"a state tile of at most {MAX_TILE} entries, received K={K} V={V}")
+    if call.needs_grad:
+        reasons.append("the block is not differentiable")
+    return reasons
+
+
+def run(call: BlockCall) -> BlockOutput:
+    from openkda.ops.kda_block.triton import launch
+
+    w, gate = call.weights, call.gate
+    bounded = isinstance(gate, BoundedGate)
+    A_log, dt_bias = (
+        None if t is None else t.detach().reshape(-1).float().contiguous() for t in (gate.A_log, gate.dt_bias)
+    )
+    convs = tuple(t.detach().float().contiguous() for t in (w.conv_q, w.conv_k, w.conv_v))
+    tokens = (call.q, call.k, call.v, call.g, call.beta, call.out_gate, *convs, w.norm.detach(), A_log, dt_bias)
+    numbers = (2 if bounded else 1, gate.lower_bound or 0.0, w.norm_eps, call.scale)
+    old = call.state.tensors()
+    if call.keep_all:
+        y, states = launch.all_op(*tokens, *old, call.slots, *numbers)
+        return BlockOutput(y, None, states)
+    if call.slots is None:
+        y, *new = launch.step_op(*tokens, *old, *numbers)
+        return BlockOutput(y, BlockState(*new), None)
+    return BlockOutput(launch.pool_op(*tokens, *old, call.slots, *numbers), call.state, None)

@@ -1,0 +1,1 @@
+"""Device functions that the Triton kernels of several ops share (`api.py`)."""

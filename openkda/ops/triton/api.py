@@ -1,0 +1,90 @@
+"""Device functions that the Triton kernels of several ops share: the gates in log2 units, one step of the delta rule,
+block scales, and where a chunk of a pack lives. Importing this file imports triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+GATE_NONE = tl.constexpr(0)  # g is the natural log of the decay
+GATE_SOFTPLUS = tl.constexpr(1)
+GATE_BOUNDED = tl.constexpr(2)
+
+FORGOTTEN = tl.constexpr(-57.7)
+"""Smallest log2 decay per token that is told apart from total forgetting (e^-40): a longer sum would cost the small
+decays beside it their bits (an fp32 sum past 1000 has none below 6e-5)."""
+
+
+@triton.jit
+def log2_decay(z, rate, bound, GATE: tl.constexpr):
+    """Raw gate input (dt_bias added) or log decay -> log2 of the decay per token. rate = exp(A_log)."""
+    if GATE == GATE_SOFTPLUS:
+        e = tl.exp2(-tl.abs(z) * LOG2E)
+        w = 1.0 + e
+        # log1p(e) by Kahan's quotient: w - 1 is what the rounding of 1 + e kept. A plain log loses the slow decays.
+        log1p = tl.where(w == 1.0, e, tl.log2(w) * LN2 * (e / tl.where(w == 1.0, 1.0, w - 1.0)))
+        g = -(rate * LOG2E) * (tl.maximum(z, 0.0) + log1p)
+    elif GATE == GATE_BOUNDED:
+        g = (bound * LOG2E) / (1.0 + tl.exp2(-(rate * LOG2E) * z))
+    else:
+        g = z * LOG2E
+    return tl.maximum(g, FORGOTTEN)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+
+
+@triton.jit
+def power_of_two(x, TOP: tl.constexpr):
+    """For x >= 0: (s, 1/s), s a power of two with x * s in [2^TOP, 2^(TOP+1)); bounded for x = 0, inf or NaN."""
+    e = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 2 * TOP + 2)
+    s = ((254 + TOP - e) << 23).to(tl.float32, bitcast=True)
+    return s, ((e - TOP) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def find_sequence(slot, cu, N, C: tl.constexpr):
+    """The pack member that owns chunk slot `slot`: member i owns the slots from cu[i] // C + i on.
+
+    Those ranges never overlap, because floor(a / C) + ceil((b - a) / C) <= floor(b / C) + 1; a range may end in unused
+    slots. So a pack of any number of members needs no table of chunks and no wait for the device.
+    """
+    low = slot * 0
+    high = low + N
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = (tl.load(cu + middle) // C + middle).to(tl.int32)
+        if first <= slot:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def round_mantissa(x, PRECISION: tl.constexpr):
+    """For "tf32" x rounded to ten mantissa bits (the tensor core would cut the others off); else x."""
+    if PRECISION == "tf32":
+        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def unit_length(x, eps):
+    """x / sqrt(sum x^2 + eps) of a vector."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) + eps)
+
+
+@triton.jit
+def delta_step(S, q, k, v, g, beta):
+    """One token: S [BK, BV], log2 decay g [BK] -> (new S, S_new^T q)."""
+    S = S * tl.exp2(g)[:, None]
+    u = beta * (v - tl.sum(S * k[:, None], axis=0))
+    o = tl.sum(S * q[:, None], axis=0) + tl.sum(k * q, axis=0) * u
+    return S + k[:, None] * u[None, :], o
