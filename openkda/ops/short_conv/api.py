@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from openkda.ops.packing.api import check_cu_seqlens
+
 __all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "short_conv", "short_conv_step"]
 
 IMPLEMENTATIONS = ("reference",)
@@ -55,7 +57,9 @@ def short_conv(
     Differentiable in x, weight and initial_state, through both results.
     """
     _check_weight(x, 3, "[B, T, D]", weight, activation)
-    N = x.shape[0] if cu_seqlens is None else _check_packing(x, cu_seqlens)
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.device != x.device:
+        _bad("cu_seqlens.device", f"{x.device} (that of x)", cu_seqlens.device)
+    N = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
     if initial_state is not None:
         _check_state("initial_state", initial_state, x, (N, x.shape[2], weight.shape[1] - 1))
     y, final = _choose(x, impl).run(x, weight, initial_state, cu_seqlens, activation)
@@ -108,28 +112,6 @@ def _check_state(name: str, state: Tensor, x: Tensor, shape: tuple[int, ...]) ->
         _bad(f"{name}.dtype", f"{x.dtype} (that of x)", state.dtype, TypeError)
     if state.device != x.device:
         _bad(f"{name}.device", f"{x.device} (that of x)", state.device)
-
-
-def _check_packing(x: Tensor, cu: Tensor) -> int:
-    B, T = x.shape[:2]
-    if not isinstance(cu, Tensor):
-        _bad("cu_seqlens", "a torch.Tensor", type(cu).__name__, TypeError)
-    if cu.dtype not in (torch.int32, torch.int64):
-        _bad("cu_seqlens.dtype", "int32 or int64", cu.dtype, TypeError)
-    if cu.dim() != 1 or cu.numel() < 2:
-        _bad("cu_seqlens.shape", "[N + 1] with N >= 1", list(cu.shape))
-    if cu.device != x.device:
-        _bad("cu_seqlens.device", f"{x.device} (that of x)", cu.device)
-    if B != 1:
-        _bad("batch with cu_seqlens", "B = 1 (the pack lies along T)", f"B = {B}")
-    if cu.device.type == "cpu":
-        if int(cu[0]) != 0 or int(cu[-1]) != T:
-            _bad("cu_seqlens", f"first value 0 and last value T = {T}", f"{int(cu[0])} and {int(cu[-1])}")
-        drops = (cu.diff() < 0).nonzero()
-        if drops.numel():
-            i = int(drops[0])
-            _bad("cu_seqlens", "values that never decrease", f"{int(cu[i])} then {int(cu[i + 1])} at index {i}")
-    return cu.numel() - 1
 
 
 def _choose(x: Tensor, impl: str | None) -> ModuleType:

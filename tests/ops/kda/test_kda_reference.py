@@ -9,7 +9,7 @@ from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.kda.gate import BoundedGate, SoftplusGate
 from openkda.testing.compare import rel
 from openkda.testing.inputs import make_inputs
-from openkda.testing.runs import outputs
+from openkda.testing.runs import gradients, outputs
 
 IMPLS = ("reference", "chunkwise")
 
@@ -136,3 +136,19 @@ def test_16_bit_inputs_are_computed_in_float32(impl: str, dtype: torch.dtype) ->
     assert got["S"].dtype == torch.float32
     assert rel(got["o"], want["o"]) < {torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype] / 2
     assert rel(got["S"], want["S"]) < 2e-6
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_changes_nothing(impl: str) -> None:
+    """The op's dtypes are its own: inside an autocast region its products would be rounded to 16 bits."""
+    x = make_inputs(6, T=70, H=1, HV=2, K=16, use_qk_l2norm=True)
+    want = gradients(x, impl=impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients(x, impl=impl)
+        o, S = kda_step(
+            x.q[:, 0], x.k[:, 0], x.v[:, 0], x.g[:, 0], x.beta[:, 0], x.initial_state, gate=x.gate, impl=impl
+        )
+    assert all(torch.equal(got[n], want[n]) for n in want)
+    plain = kda_step(x.q[:, 0], x.k[:, 0], x.v[:, 0], x.g[:, 0], x.beta[:, 0], x.initial_state, gate=x.gate, impl=impl)
+    assert torch.equal(o, plain[0])
+    assert torch.equal(S, plain[1])
