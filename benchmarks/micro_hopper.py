@@ -81,9 +81,9 @@ def state_stub(ops, bars, chunks):
     for c in range(chunks):
         mbarrier.wait(kh_ready.index(c & 1), (c >> 1) & 1)
         mbarrier.arrive(kh_free.index(c & 1), count=2)
-        mbarrier.wait(kq_ready, c & 1)
-        mbarrier.wait(tm_ready, c & 1)
-        mbarrier.arrive(free, count=2)
+        mbarrier.wait(kq_ready.index(0), c & 1)
+        mbarrier.wait(tm_ready.index(0), c & 1)
+        mbarrier.arrive(free.index(0), count=2)
 
 
 @gluon.jit
@@ -97,9 +97,9 @@ def factor_stub(bars, chunks):
     for c in range(chunks):
         mbarrier.wait(kh_free.index(c & 1), ((c >> 1) & 1) ^ 1)
         mbarrier.arrive(kh_ready.index(c & 1), count=1)
-        mbarrier.wait(free, (c & 1) ^ 1)
-        mbarrier.arrive(kq_ready, count=1)
-        mbarrier.arrive(tm_ready, count=1)
+        mbarrier.wait(free.index(0), (c & 1) ^ 1)
+        mbarrier.arrive(kq_ready.index(0), count=1)
+        mbarrier.arrive(tm_ready.index(0), count=1)
 
 
 @gluon.jit
@@ -115,9 +115,9 @@ def role_kernel(
             [
                 (factor_stub, (fbars, T // 64)),
                 (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[0], ops, sb0, 0, T, 0, hv, HV,
-                                   gl.constexpr(0), gl.constexpr(False), gl.constexpr(False))),
+                                   0, gl.constexpr(0), gl.constexpr(False), gl.constexpr(1))),
                 (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[1], ops, sb1, 0, T, 0, hv, HV,
-                                   gl.constexpr(1), gl.constexpr(False), gl.constexpr(False))),
+                                   1, gl.constexpr(0), gl.constexpr(False), gl.constexpr(1))),
             ],
             [4, 4], [168, 168],
         )

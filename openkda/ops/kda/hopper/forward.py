@@ -109,66 +109,75 @@ def factor_partition(
 
 
 @gluon.jit
-def _row_scale(s, v, inv_old):
+def _row_scale(s, v_max, inv_old):
     """Power of two that brings the larger of a state row and its values into (2^7, 2^8], and its inverse.
 
     Row-wise bound: with |k| = 1 and beta <= 1, |u| <= |v| + |S| + 63 max|v| stays below 75 * 2^8 < 65504.
     """
-    m = gl.maximum(gl.max(gl.abs(s), axis=1) * inv_old, gl.convert_layout(gl.max(gl.abs(v), axis=1), gl.SliceLayout(1, ACC_S)))
+    m = gl.maximum(gl.max(gl.abs(s), axis=1) * inv_old, gl.convert_layout(v_max, gl.SliceLayout(1, ACC_S)))
     e = (m.to(gl.int32, bitcast=True) >> 23) & 255
     e = gl.minimum(gl.maximum(e, 80), 190)
     return ((261 - e) << 23).to(gl.float32, bitcast=True), ((e - 7) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _half(x):
-    """fp32 to fp16 by another way round, so that the compiler does not keep the first conversion's result alive."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; mov.b32 $0, t; }",
-        "=r,f,f", [x], dtype=gl.float16, is_pure=False, pack=2,
-    )
+def _values(v_s):
+    """A value tile, transposed, fp32."""
+    return v_s.permute((1, 0)).load(ACC_T).to(gl.float32)
 
 
 @gluon.jit
-def _state_offsets(index, HALF: gl.constexpr):
+def _state_offsets(index, half):
     """Elements of [.., K, V] held by one state warpgroup. Opaque, or the offsets stay in registers all along."""
     v = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S))
     v = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=gl.int32, is_pure=False, pack=1)
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, ACC_S))
-    return index.to(gl.int64) * 16384 + (k[None, :] * 128 + (v[:, None] + HALF * 64))
+    return index.to(gl.int64) * 16384 + (k[None, :] * 128 + (v[:, None] + half * 64))
 
 
 @gluon.jit
 def state_partition(
-    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV,
-    HALF: gl.constexpr, HAS_S0: gl.constexpr, HAS_ST: gl.constexpr, STAGES: gl.constexpr,
+    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, STAGES: gl.constexpr,
+    VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
 ):
-    """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers."""
+    """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers.
+
+    STATE_IN: 0 zeros, 1 from s0_ptr, 2 the identity. VALUES=False takes v = 0, OUTPUT=False writes no o: from the
+    identity the two give the transition matrix of the whole range.
+    """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
     chunks = (length + 63) // 64
-    col0 = hv * 128 + HALF * 64
-    if HAS_S0:
-        s = gl.load(s0_ptr + _state_offsets(n_seq * HV + hv, HALF))
+    col0 = hv * 128 + half * 64
+    if STATE_IN == 1:
+        s = gl.load(s0_ptr + _state_offsets(n_seq * HV + hv, half))
+    elif STATE_IN == 2:
+        i = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S)) + half * 64
+        s = gl.where(i[:, None] == gl.arange(0, 128, layout=gl.SliceLayout(0, ACC_S))[None, :], 1.0, 0.0)
     else:
         s = gl.zeros([64, 128], gl.float32, ACC_S)
     inv = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, ACC_S))
     zero = gl.zeros([64, 64], gl.float32, ACC_T)
 
-    some = length > 0
-    mbarrier.expect(v_full.index(0), 8192, pred=some)
-    tma.async_copy_global_to_shared(v_desc, [row0, col0], v_full.index(0), v_s.index(0), pred=some)
+    if VALUES:
+        some = length > 0
+        mbarrier.expect(v_full.index(0), 8192, pred=some)
+        tma.async_copy_global_to_shared(v_desc, [row0, col0], v_full.index(0), v_s.index(0), pred=some)
     for c in range(chunks):
         st = c & 1
         sb = c % STAGES
         phase = (c // STAGES) & 1
         n = length - c * 64
         v_c = v_s.index(st)
-        mbarrier.wait(v_full.index(st), (c >> 1) & 1)
-        if n < 64:
-            _clean(v_c, n, 0.0)
-        v = v_c.permute((1, 0)).load(ACC_T).to(gl.float32)
-        sc, inv_new = _row_scale(s, v, inv)
+        if VALUES:
+            mbarrier.wait(v_full.index(st), (c >> 1) & 1)
+            if n < 64:
+                _clean(v_c, n, 0.0)
+            v_max = gl.max(gl.abs(_values(v_c)), axis=1)
+        else:
+            v_max = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC_T))
+        sc, inv_new = _row_scale(s, v_max, inv)
         s = s * (sc * inv)[:, None]
         inv = inv_new
         mbarrier.wait(kq_ready.index(sb), phase)
@@ -176,51 +185,59 @@ def state_partition(
         r = warpgroup_mma(a, kt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
         sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
         r = warpgroup_mma_wait(0, deps=[r])
-        v = v_c.permute((1, 0)).load(ACC_T).to(gl.float32)
-        a = gl.convert_layout((v * sc_t - r).to(gl.float16), A_T)
+        if VALUES:
+            r = _values(v_c) * sc_t - r
+        else:
+            r = -r
+        a = gl.convert_layout(r.to(gl.float16), A_T)
         mbarrier.wait(tm_ready.index(sb), phase)
         u = warpgroup_mma(a, tt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
-        # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
-        tma.store_wait(0)
-        gl.thread_barrier()
-        nst = (c + 1) & 1
-        more = c + 1 < chunks
-        mbarrier.expect(v_full.index(nst), 8192, pred=more)
-        tma.async_copy_global_to_shared(
-            v_desc, [row0 + (c + 1) * 64, col0], v_full.index(nst), v_s.index(nst), pred=more
-        )
+        if VALUES:
+            # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
+            tma.store_wait(0)
+            gl.thread_barrier()
+            nst = (c + 1) & 1
+            more = c + 1 < chunks
+            mbarrier.expect(v_full.index(nst), 8192, pred=more)
+            tma.async_copy_global_to_shared(
+                v_desc, [row0 + (c + 1) * 64, col0], v_full.index(nst), v_s.index(nst), pred=more
+            )
         u = warpgroup_mma_wait(0, deps=[u])
         u16 = u.to(gl.float16)
-        # Converted again instead of kept: 32 registers less while r and u are live.
-        o = warpgroup_mma(gl.convert_layout(_half(s), A_T), qt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
-        o = warpgroup_mma(gl.convert_layout(u16, A_T), m_s.index(sb).permute((1, 0)), o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o])
+        if OUTPUT:
+            # o is finished and stored before the state update needs its registers.
+            a = gl.convert_layout(s.to(gl.float16), A_T)
+            o = warpgroup_mma(a, qt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
+            a = gl.convert_layout(u16, A_T)
+            o = warpgroup_mma(a, m_s.index(sb).permute((1, 0)), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
         gl.thread_barrier()
         mbarrier.arrive(free.index(sb), count=1)
-        o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
-        v_c.permute((1, 0)).store(o.to(v_c.dtype))
+        if OUTPUT:
+            o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
+            v_c.permute((1, 0)).store(o.to(v_c.dtype))
 
         mbarrier.wait(kh_ready.index(st), (c >> 1) & 1)
         dec = dec_s.index(st).load(gl.SliceLayout(0, ACC_S))
         s = s * dec[None, :]
         s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
-
-        row = row0 + c * 64
-        if n >= 64:
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(o_desc, [row, col0], v_c)
-        else:
-            gl.thread_barrier()
-            i = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))[:, None]
-            j = gl.arange(0, 64, layout=gl.SliceLayout(0, LROW))[None, :]
-            gl.store(o_ptr + (row + i).to(gl.int64) * (HV * 128) + (col0 + j), v_c.load(LROW), mask=i < n)
+        if OUTPUT:
+            row = row0 + c * 64
+            if n >= 64:
+                fence_async_shared()
+                gl.thread_barrier()
+                tma.async_copy_shared_to_global(o_desc, [row, col0], v_c)
+            else:
+                gl.thread_barrier()
+                i = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))[:, None]
+                j = gl.arange(0, 64, layout=gl.SliceLayout(0, LROW))[None, :]
+                gl.store(o_ptr + (row + i).to(gl.int64) * (HV * 128) + (col0 + j), v_c.load(LROW), mask=i < n)
         s = warpgroup_mma_wait(0, deps=[s])
         gl.thread_barrier()
         mbarrier.arrive(kh_free.index(st), count=1)
     tma.store_wait(0)
-    if HAS_ST:
-        gl.store(st_ptr + _state_offsets(n_seq * HV + hv, HALF), s * inv[:, None])
+    if STATE_OUT:
+        gl.store(st_ptr + _state_offsets(n_seq * HV + hv, half), s * inv[:, None])
 
 
 @gluon.jit
@@ -281,7 +298,7 @@ def _allocate():
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, cu_ptr,
     T, HV, groups, scale, bound,
-    HAS_S0: gl.constexpr, HAS_ST: gl.constexpr, VARLEN: gl.constexpr,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
 ):
     """One CTA a (sequence, value head): two state warpgroups and one factor warpgroup."""
     pid = gl.program_id(0)
@@ -300,9 +317,9 @@ def kda_forward_kernel(
             (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
                                 row0, length, hq, hv, HV, scale, bound)),
             (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, row0, length, n_seq, hv, HV,
-                               gl.constexpr(0), HAS_S0, HAS_ST, gl.constexpr(1))),
+                               0, STATE_IN, STATE_OUT, gl.constexpr(1))),
             (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, row0, length, n_seq, hv, HV,
-                               gl.constexpr(1), HAS_S0, HAS_ST, gl.constexpr(1))),
+                               1, STATE_IN, STATE_OUT, gl.constexpr(1))),
         ],
         [4, 4],
         [168, 168],

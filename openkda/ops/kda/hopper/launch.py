@@ -1,37 +1,142 @@
-"""Host side of the Hopper forward: descriptors, outputs, launch."""
+"""Host side of the Hopper forward: which schedule, descriptors, workspace, launches."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .forward import kda_forward_kernel
+from .merge import merge_segments_kernel
+from .twopass import kda_prepare_kernel, kda_scan_kernel
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+CHUNK = 64
 
 
 def _tiles(x: torch.Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """[B, T, H, 128] as a matrix [B T, H 128] of 64-token tiles."""
+    """[B, T, H, 128] as a matrix [B T, H 128] of tiles."""
     b, t, h, d = x.shape
     return TensorDescriptor(x, [b * t, h * d], [h * d, 1], block, layout)
 
 
-def forward(q, k, v, g, beta, a_log, dt_bias, *, scale, lower_bound, initial_state=None, final_state=False,
-            cu_seqlens=None):
-    """Runs the kernel on contiguous bf16 inputs; returns the output and the float32 final state or None."""
-    b, t, h, _ = q.shape
-    hv = v.shape[2]
-    n = b if cu_seqlens is None else cu_seqlens.numel() - 1
-    o = torch.empty_like(v)
-    st = torch.empty(n, hv, 128, 128, dtype=torch.float32, device=q.device) if final_state else None
-    kda_forward_kernel[(n * hv,)](
-        _tiles(q, [64, 128], _ROWS), _tiles(k, [64, 128], _ROWS), _tiles(g, [64, 128], _ROWS),
-        _tiles(v, [64, 64], _HALF), _tiles(o, [64, 64], _HALF), o, beta, a_log, dt_bias,
-        o if initial_state is None else initial_state, o if st is None else st,
-        o if cu_seqlens is None else cu_seqlens,
-        t, hv, hv // h, scale, lower_bound,
-        HAS_S0=initial_state is not None, HAS_ST=final_state, VARLEN=cu_seqlens is not None, num_warps=4,
+@dataclass(frozen=True)
+class _Operands:
+    """Prepared chunks: Kt, Qt, Kh [slots HV 64, 128] and T, M [slots HV 64, 64] in fp16, decay [slots HV, 128]."""
+
+    descriptors: tuple[TensorDescriptor, ...]
+    decay: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Problem:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    scale: float
+    lower_bound: float
+    cu_seqlens: torch.Tensor | None
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+
+def _prepare(p: _Problem) -> _Operands:
+    b, t, h, _ = p.q.shape
+    hv = p.v.shape[2]
+    n = p.sequences
+    slots = b * triton.cdiv(t, CHUNK) if p.cu_seqlens is None else t // CHUNK + n
+    half = dict(dtype=torch.float16, device=p.q.device)
+    wide = [torch.empty(slots * hv * CHUNK, 128, **half) for _ in range(3)]
+    square = [torch.empty(slots * hv * CHUNK, CHUNK, **half) for _ in range(2)]
+    decay = torch.empty(slots * hv, 128, dtype=torch.float32, device=p.q.device)
+    desc = tuple(
+        TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [CHUNK, x.shape[1]], _ROWS) for x in wide + square
     )
+    kda_prepare_kernel[(slots * hv,)](
+        *(_tiles(x, [CHUNK, 128], _ROWS) for x in (p.q, p.k, p.g)), *desc, decay, p.beta, p.a_log, p.dt_bias,
+        p.beta if p.cu_seqlens is None else p.cu_seqlens, t, hv, hv // h, n, p.scale, p.lower_bound,
+        VARLEN=p.cu_seqlens is not None, NP=triton.next_power_of_2(n), num_warps=4,
+    )
+    return _Operands(desc, decay)
+
+
+def _scan(p: _Problem, w: _Operands, n, t, cu, s0, st, o, *, state_in: int, values=True, output=True):
+    """One pass over n ranges of t tokens (or cu's), from s0, writing states to st and outputs to o."""
+    hv = p.v.shape[2]
+    split = 2 * n * hv <= torch.cuda.get_device_properties(p.q.device).multi_processor_count
+    kda_scan_kernel[(n * hv * (2 if split else 1),)](
+        *w.descriptors, w.decay, _tiles(p.v, [CHUNK, 64], _HALF), _tiles(o, [CHUNK, 64], _HALF), o,
+        w.decay if s0 is None else s0, w.decay if st is None else st, w.decay if cu is None else cu, t, hv, n,
+        STATE_IN=state_in, STATE_OUT=st is not None, VARLEN=cu is not None, NP=triton.next_power_of_2(n),
+        SPLIT=split, VALUES=values, OUTPUT=output, num_warps=4,
+    )
+
+
+def _two_pass(p: _Problem, s0, st, o):
+    w = _prepare(p)
+    _scan(p, w, p.sequences, p.q.shape[1], p.cu_seqlens, s0, st, o, state_in=0 if s0 is None else 1)
+
+
+def _segments(p: _Problem, s0, st, o, count: int):
+    """Exact two-level scan: every segment's own state and transition, the merge, then the scan from true states."""
+    b, t, _, _ = p.q.shape
+    hv = p.v.shape[2]
+    length = triton.cdiv(triton.cdiv(t, CHUNK), count) * CHUNK
+    count = triton.cdiv(t, length)
+    cu = None
+    if t % length:
+        if b > 1:
+            raise ValueError(f"segments of {length} tokens need T divisible by it when B > 1, got B={b}, T={t}")
+        cu = (torch.arange(count + 1, device=p.q.device, dtype=torch.int32) * length).clamp_(max=t)
+    n = b * count
+    w = _prepare(p)
+    shape = (n, hv, 128, 128)
+    local, transition, entering = (torch.empty(shape, dtype=torch.float32, device=p.q.device) for _ in range(3))
+    _scan(p, w, n, length, cu, None, local, o, state_in=0, output=False)
+    _scan(p, w, n, length, cu, None, transition, o, state_in=2, values=False, output=False)
+    merge_segments_kernel[(b * hv, 4)](
+        transition, local, local if s0 is None else s0, entering, local if st is None else st, count, hv,
+        HAS_S0=s0 is not None, HAS_ST=st is not None, BV=32, num_warps=4,
+    )
+    _scan(p, w, n, length, cu, entering, None, o, state_in=1)
+
+
+def _fused(p: _Problem, s0, st, o):
+    b, t, h, _ = p.q.shape
+    hv = p.v.shape[2]
+    kda_forward_kernel[(p.sequences * hv,)](
+        *(_tiles(x, [CHUNK, 128], _ROWS) for x in (p.q, p.k, p.g)),
+        _tiles(p.v, [CHUNK, 64], _HALF), _tiles(o, [CHUNK, 64], _HALF), o, p.beta, p.a_log, p.dt_bias,
+        o if s0 is None else s0, o if st is None else st, p.beta if p.cu_seqlens is None else p.cu_seqlens,
+        t, hv, hv // h, p.scale, p.lower_bound,
+        STATE_IN=0 if s0 is None else 1, STATE_OUT=st is not None, VARLEN=p.cu_seqlens is not None, num_warps=4,
+    )
+
+
+def forward(q, k, v, g, beta, a_log, dt_bias, *, scale, lower_bound, initial_state=None, final_state=False,
+            cu_seqlens=None, schedule=None):
+    """Runs the forward on contiguous bf16 inputs; returns the output and the float32 final state or None.
+
+    schedule: "fused", "two_pass", or ("segments", count); None chooses.
+    """
+    p = _Problem(q, k, v, g, beta, a_log, dt_bias, scale, lower_bound, cu_seqlens)
+    o = torch.empty_like(v)
+    shape = (p.sequences, v.shape[2], 128, 128)
+    st = torch.empty(shape, dtype=torch.float32, device=q.device) if final_state else None
+    if schedule == "fused":
+        _fused(p, initial_state, st, o)
+    elif schedule == "two_pass" or schedule is None:
+        _two_pass(p, initial_state, st, o)
+    else:
+        _segments(p, initial_state, st, o, schedule[1])
     return o, st

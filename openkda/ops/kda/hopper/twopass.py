@@ -142,7 +142,8 @@ def kda_prepare_kernel(
 
 
 @gluon.jit
-def _load_partition(kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV):
+def _load_partition(kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr
+):
     """One warp that keeps two chunks of operands in flight."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     kq_ready, kh_ready, kh_free, tm_ready, free = bars
@@ -154,12 +155,13 @@ def _load_partition(kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, ba
         ws = (slot0 + c) * HV + hv
         dec = gl.load(dec_ptr + ws.to(gl.int64) * 128 + i)
         mbarrier.wait(free.index(st), used)
-        mbarrier.expect(kq_ready.index(st), 32768)
+        mbarrier.expect(kq_ready.index(st), 32768 if OUTPUT else 16384)
         tma.async_copy_global_to_shared(kt_desc, [ws * 64, 0], kq_ready.index(st), kt_s.index(st))
-        tma.async_copy_global_to_shared(qt_desc, [ws * 64, 0], kq_ready.index(st), qt_s.index(st))
-        mbarrier.expect(tm_ready.index(st), 16384)
+        mbarrier.expect(tm_ready.index(st), 16384 if OUTPUT else 8192)
         tma.async_copy_global_to_shared(tt_desc, [ws * 64, 0], tm_ready.index(st), tt_s.index(st))
-        tma.async_copy_global_to_shared(m_desc, [ws * 64, 0], tm_ready.index(st), m_s.index(st))
+        if OUTPUT:
+            tma.async_copy_global_to_shared(qt_desc, [ws * 64, 0], kq_ready.index(st), qt_s.index(st))
+            tma.async_copy_global_to_shared(m_desc, [ws * 64, 0], tm_ready.index(st), m_s.index(st))
         mbarrier.wait(kh_free.index(st), used)
         mbarrier.expect(kh_ready.index(st), 16384)
         tma.async_copy_global_to_shared(kh_desc, [ws * 64, 0], kh_ready.index(st), kh_s.index(st))
@@ -172,10 +174,15 @@ def _load_partition(kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, ba
 def kda_scan_kernel(
     kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, v_desc, o_desc, o_ptr, s0_ptr, st_ptr, cu_ptr,
     T, HV, n_seqs,
-    HAS_S0: gl.constexpr, HAS_ST: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr, SPLIT: gl.constexpr,
+    VALUES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
-    """State recurrence of one (sequence, value head) over prepared chunks."""
+    """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels."""
     pid = gl.program_id(0)
+    half = 0
+    if SPLIT:
+        half = pid & 1
+        pid = pid >> 1
     seq = pid // HV
     hv = pid % HV
     if VARLEN:
@@ -195,27 +202,43 @@ def kda_scan_kernel(
     tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     m_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
-    v1_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
+    users: gl.constexpr = 1 if SPLIT else 2
     kq_ready = _bars(2, 1)
     tm_ready = _bars(2, 1)
     kh_ready = _bars(2, 2)
-    free = _bars(2, 2)
-    kh_free = _bars(2, 2)
+    free = _bars(2, users)
+    kh_free = _bars(2, users)
     v0_full = _bars(2, 1)
-    v1_full = _bars(2, 1)
-    fence_async_shared()
     ops = (kt_s, qt_s, kh_s, dec_s, tt_s, m_s)
     sb0 = (v0_full, kq_ready, kh_ready, kh_free, tm_ready, free)
-    sb1 = (v1_full, kq_ready, kh_ready, kh_free, tm_ready, free)
-    gl.warp_specialize(
-        [
-            (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
-                               gl.constexpr(0), HAS_S0, HAS_ST, gl.constexpr(2))),
-            (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, seq, hv, HV,
-                               gl.constexpr(1), HAS_S0, HAS_ST, gl.constexpr(2))),
-            (_load_partition, (kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops,
-                               (kq_ready, kh_ready, kh_free, tm_ready, free), slot0, (length + 63) // 64, hv, HV)),
-        ],
-        [4, 1],
-        [208, 40],
-    )
+    lb = (kq_ready, kh_ready, kh_free, tm_ready, free)
+    chunks = (length + 63) // 64
+    if SPLIT:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
+                                   half, STATE_IN, STATE_OUT, gl.constexpr(2), VALUES, OUTPUT)),
+                (_load_partition, (kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
+                                   OUTPUT)),
+            ],
+            [1],
+            [40],
+        )
+    else:
+        v1_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
+        v1_full = _bars(2, 1)
+        sb1 = (v1_full, kq_ready, kh_ready, kh_free, tm_ready, free)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
+                                   0, STATE_IN, STATE_OUT, gl.constexpr(2), VALUES, OUTPUT)),
+                (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, seq, hv, HV,
+                                   1, STATE_IN, STATE_OUT, gl.constexpr(2), VALUES, OUTPUT)),
+                (_load_partition, (kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
+                                   OUTPUT)),
+            ],
+            [4, 1],
+            [208, 40],
+        )

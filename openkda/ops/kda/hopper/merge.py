@@ -1,0 +1,32 @@
+"""Second level of the exact two-level scan: carries states across segments, S' = M S + L, in float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_segments_kernel(
+    m_ptr, l_ptr, s0_ptr, init_ptr, st_ptr, segments, HV,
+    HAS_S0: tl.constexpr, HAS_ST: tl.constexpr, BV: tl.constexpr,
+):
+    """Entering state of every segment of one (sequence, head) and block of value channels."""
+    pid = tl.program_id(0)
+    n = pid // HV
+    hv = pid % HV
+    k = tl.arange(0, 128)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    tile = k[:, None] * 128 + v[None, :]
+    square = k[:, None] * 128 + k[None, :]
+    if HAS_S0:
+        s = tl.load(s0_ptr + pid.to(tl.int64) * 16384 + tile)
+    else:
+        s = tl.zeros([128, BV], tl.float32)
+    for p in range(segments):
+        base = ((n * segments + p) * HV + hv).to(tl.int64) * 16384
+        tl.store(init_ptr + base + tile, s)
+        m = tl.load(m_ptr + base + square)
+        s = tl.dot(m, s, tl.load(l_ptr + base + tile), input_precision="tf32x3")
+    if HAS_ST:
+        tl.store(st_ptr + pid.to(tl.int64) * 16384 + tile, s)
