@@ -75,8 +75,8 @@ def is_text(path: Path) -> bool:
         head = file.read(_LOOK)
     if b"\0" in head:
         return False
-    try:  # an incremental decoder, because the look may end inside a character
-        codecs.getincrementaldecoder("utf-8")().decode(head)
+    try:  # an incremental decoder, because the look may end inside a character (a whole file may not)
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _LOOK)
     except UnicodeDecodeError:
         return False
     return True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # Matrices that are not maps between hidden spaces: a row per token id, and one number a head (beta).
-ADAMW_MATRICES = ("embed_tokens.weight", "lm_head.weight", "b_proj.weight")
+ADAMW_MATRICES = ("embed_tokens", "lm_head", "b_proj")  # whole module names: f_b_proj and kv_b_proj are Muon's
 NEVER_DECAYED = ("A_log", "dt_bias", "bias")
 
 
@@ -37,9 +37,10 @@ def group_parameters(model: nn.Module) -> ParameterGroups:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.dim() < 2 or name.endswith(NEVER_DECAYED):
+        module, _, last = name.rpartition(".")
+        if parameter.dim() < 2 or last in NEVER_DECAYED:
             groups.adamw_no_decay[name] = parameter
-        elif min(parameter.shape[-2:]) > 1 and not name.endswith(ADAMW_MATRICES):
+        elif min(parameter.shape[-2:]) > 1 and module.rpartition(".")[2] not in ADAMW_MATRICES:
             groups.muon[name] = parameter
         else:
             groups.adamw[name] = parameter
