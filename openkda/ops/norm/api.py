@@ -24,7 +24,7 @@ __all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "gated_rms_norm", "l2norm", "rms_nor
 L2NORM_EPS = 1e-6
 """Added to the sum of squares."""
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("triton", "reference")
 """In order of preference. Each is a module of this folder with `refusals(x)`, `rms_norm` and `gated_rms_norm`."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -95,7 +95,7 @@ def _choose(x: Tensor, impl: str | None) -> ModuleType:
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
     reasons: list[str] = []
-    for name in IMPLEMENTATIONS if impl is None else (impl,):
+    for name in (IMPLEMENTATIONS if x.is_cuda else ("reference",)) if impl is None else (impl,):
         module = importlib.import_module(f"openkda.ops.norm.{name}")
         refused = module.refusals(x)
         if not refused:

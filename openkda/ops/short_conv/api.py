@@ -20,7 +20,7 @@ from openkda.ops.packing.api import check_cu_seqlens
 
 __all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "short_conv", "short_conv_step"]
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("triton", "reference")
 """In order of preference. Each is a module of this folder with `refusals(x)`, `run` and `step`."""
 
 ACTIVATIONS = ("silu", None)
@@ -118,7 +118,7 @@ def _choose(x: Tensor, impl: str | None) -> ModuleType:
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
     reasons: list[str] = []
-    for name in IMPLEMENTATIONS if impl is None else (impl,):
+    for name in (IMPLEMENTATIONS if x.is_cuda else ("reference",)) if impl is None else (impl,):
         module = importlib.import_module(f"openkda.ops.short_conv.{name}")
         refused = module.refusals(x)
         if not refused:

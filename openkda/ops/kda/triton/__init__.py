@@ -7,13 +7,10 @@ own rounding is 1.7e-3, and 5e-4 of the state on bfloat16 inputs); float32 input
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from functools import cache
-
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import triton_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate
 
@@ -24,13 +21,7 @@ MAX_SIZE = 256
 
 def refusals(call: KDACall) -> list[str]:
     """Why these kernels cannot run the call; empty when they can."""
-    reasons = []
-    if not _installed():
-        reasons.append("triton is not installed")
-    if not call.q.is_cuda and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        reasons.append(f"needs CUDA tensors, received {call.q.device.type}")
-    if call.q.dtype == torch.float64:
-        reasons.append("float64 inputs")
+    reasons = triton_refusals(call.q)
     if max(call.q.shape[-1], call.v.shape[-1]) > MAX_SIZE:
         reasons.append(f"head sizes up to {MAX_SIZE}, received K={call.q.shape[-1]} V={call.v.shape[-1]}")
     if call.needs_grad:
@@ -69,8 +60,3 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
         )
         final = call.initial_state
     return KDAOutput(o, final if call.output_final_state else None, None if call.state_positions is None else kept)
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
-import torch
-
+from openkda.ops.device.api import triton_refusals
 from openkda.ops.kda.api import BoundedGate
 from openkda.ops.kda_block.call import BlockCall, BlockOutput, BlockState
 
@@ -14,13 +10,7 @@ MAX_TILE = 128 * 256
 
 
 def refusals(call: BlockCall) -> list[str]:
-    reasons = []
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed")
-    if not call.q.is_cuda and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        reasons.append(f"needs CUDA tensors, received {call.q.device.type}")
-    if call.q.dtype == torch.float64:
-        reasons.append("float64 inputs")
+    reasons = triton_refusals(call.q)
     K, V = call.g.shape[-1], call.out_gate.shape[-1]
     if K > 256 or V > 256 or K * V > MAX_TILE:
         reasons.append(f"a state tile of at most {MAX_TILE} entries, received K={K} V={V}")

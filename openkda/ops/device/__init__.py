@@ -1,0 +1,1 @@
+"""What the machine can run (`api.py`), without importing any kernel language."""
