@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-import types
 
 import torch
 import triton
 
-# The kernel folder alone, so that a check does not depend on the rest of the package.
-_PKG = types.ModuleType("hopper_kernels")
-_PKG.__path__ = [__file__.rsplit("/", 2)[0] + "/openkda/ops/kda/hopper"]
-sys.modules["hopper_kernels"] = _PKG
-launch = importlib.import_module("hopper_kernels.launch")
+from openkda.ops.kda.hopper import launch
+
 BOUND = -5.0
 
 

@@ -8,9 +8,7 @@ each role alone (factors, state) with the other role replaced by a stub that onl
 
 from __future__ import annotations
 
-import importlib
 import sys
-import types
 
 import torch
 import triton
@@ -24,13 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# The kernel folder alone, so that a measurement does not depend on the rest of the package.
-_PKG = types.ModuleType("hopper_kernels")
-_PKG.__path__ = [__file__.rsplit("/", 2)[0] + "/openkda/ops/kda/hopper"]
-sys.modules["hopper_kernels"] = _PKG
-kernels = importlib.import_module("hopper_kernels.forward")
-launch = importlib.import_module("hopper_kernels.launch")
-_allocate, factor_partition, state_partition = kernels._allocate, kernels.factor_partition, kernels.state_partition
+from openkda.ops.kda.hopper import launch
+from openkda.ops.kda.hopper.forward import _allocate, factor_partition, state_partition
+
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .factors import (
+from openkda.ops.kda.hopper.factors import (
     F1, FLAT1, FLAT2, LOG2E, LROW, S64,
     _clean, _column_slice, _ex2, _far_column, _gates, _no_scores, _rcp, _row_slice, _rsqrt, _scores_to_operands,
     _square_norm, _store_kh, _store_pair, _tile_factors,
@@ -294,7 +294,7 @@ def _allocate():
     return (q_s, k_s, g_s), (v0_s, v1_s), work, ops, fbars, sb0, sb1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T"])
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, cu_ptr,
     T, HV, groups, scale, bound,

@@ -9,19 +9,27 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .forward import kda_forward_kernel
-from .merge import merge_segments_kernel
-from .twopass import kda_prepare_kernel, kda_scan_kernel
+from openkda.ops.kda.hopper.forward import kda_forward_kernel
+from openkda.ops.kda.hopper.merge import merge_segments_kernel
+from openkda.ops.kda.hopper.twopass import kda_prepare_kernel, kda_scan_kernel
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 CHUNK = 64
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself where the copy engine can walk it as [B T, H 128] (rows may be strided), else a contiguous copy."""
+    b, t, h, d = x.shape
+    dense = x.stride(3) == 1 and (h == 1 or x.stride(2) == d) and (b == 1 or x.stride(0) == t * x.stride(1))
+    aligned = x.data_ptr() % 16 == 0 and x.stride(1) * x.element_size() % 16 == 0 and x.stride(1) >= h * d
+    return x if dense and aligned else x.contiguous()
+
+
 def _tiles(x: torch.Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
     """[B, T, H, 128] as a matrix [B T, H 128] of tiles."""
     b, t, h, d = x.shape
-    return TensorDescriptor(x, [b * t, h * d], [h * d, 1], block, layout)
+    return TensorDescriptor(x, [b * t, h * d], [x.stride(1) if b * t > 1 else h * d, 1], block, layout)
 
 
 @dataclass(frozen=True)
@@ -125,12 +133,12 @@ def _fused(p: _Problem, s0, st, o):
 
 def forward(q, k, v, g, beta, a_log, dt_bias, *, scale, lower_bound, initial_state=None, final_state=False,
             cu_seqlens=None, schedule=None):
-    """Runs the forward on contiguous bf16 inputs; returns the output and the float32 final state or None.
+    """Runs the forward on bf16 inputs (rows may be strided); returns the output and the float32 final state or None.
 
     schedule: "fused", "two_pass", or ("segments", count); None chooses.
     """
-    p = _Problem(q, k, v, g, beta, a_log, dt_bias, scale, lower_bound, cu_seqlens)
-    o = torch.empty_like(v)
+    p = _Problem(_rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (p.sequences, v.shape[2], 128, 128)
     st = torch.empty(shape, dtype=torch.float32, device=q.device) if final_state else None
     if schedule == "fused":

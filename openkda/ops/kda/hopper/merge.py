@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def merge_segments_kernel(
     m_ptr, l_ptr, s0_ptr, init_ptr, st_ptr, segments, HV,
     HAS_S0: tl.constexpr, HAS_ST: tl.constexpr, BV: tl.constexpr,

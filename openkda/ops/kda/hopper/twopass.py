@@ -14,12 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .factors import (
+from openkda.ops.kda.hopper.factors import (
     F1, FLAT1, FLAT2, FR, LOG2E, M2, M3, S64, W,
     _clean, _column_slice, _ex2, _far_column, _gates, _no_scores, _rcp, _row_slice, _rsqrt, _scaled,
     _scores_to_operands, _square_norm, _store_pair, _sum, _tile_factors,
 )
-from .forward import S128, _bars, _load_beta, state_partition
+from openkda.ops.kda.hopper.forward import S128, _bars, _load_beta, state_partition
 
 LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -31,6 +31,19 @@ def _chunks_before(cu_ptr, n_seqs, NP: gl.constexpr):
     start = gl.load(cu_ptr + i, mask=i < n_seqs, other=0).to(gl.int32)
     stop = gl.load(cu_ptr + i + 1, mask=i < n_seqs, other=0).to(gl.int32)
     return gl.associative_scan((stop - start + 63) // 64, 0, _sum)
+
+
+@gluon.jit
+def _by_length(cu_ptr, n_seqs, rank, NP: gl.constexpr):
+    """The sequence with the rank-th largest length: long ones start first, so that none is left over at the end."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    i = gl.arange(0, NP, layout=gl.SliceLayout(1, L))
+    j = gl.arange(0, NP, layout=gl.SliceLayout(0, L))
+    mine = gl.load(cu_ptr + i + 1, mask=i < n_seqs, other=-1) - gl.load(cu_ptr + i, mask=i < n_seqs, other=0)
+    theirs = gl.load(cu_ptr + j + 1, mask=j < n_seqs, other=-1) - gl.load(cu_ptr + j, mask=j < n_seqs, other=0)
+    longer = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+    place = gl.sum(longer.to(gl.int32), axis=1)
+    return gl.sum(gl.where(place == rank, i, 0), axis=0)
 
 
 @gluon.jit
@@ -110,7 +123,7 @@ def _prepare_chunk(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "n_seqs"])
 def kda_prepare_kernel(
     q_desc, k_desc, g_desc, kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr,
     T, HV, groups, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
@@ -170,7 +183,7 @@ def _load_partition(kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, ba
         mbarrier.arrive(kh_ready.index(st), count=1)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "n_seqs"])
 def kda_scan_kernel(
     kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, v_desc, o_desc, o_ptr, s0_ptr, st_ptr, cu_ptr,
     T, HV, n_seqs,
@@ -186,6 +199,8 @@ def kda_scan_kernel(
     seq = pid // HV
     hv = pid % HV
     if VARLEN:
+        if NP <= 64:
+            seq = _by_length(cu_ptr, n_seqs, seq, NP)
         upto = _chunks_before(cu_ptr, n_seqs, NP)
         order = gl.arange(0, NP, layout=LSEQ)
         slot0 = gl.max(gl.where(order < seq, upto, 0), axis=0)

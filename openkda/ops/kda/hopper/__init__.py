@@ -1,0 +1,114 @@
+"""Hopper forward of KDA in Gluon: bfloat16, 128 channels, the bounded gate, l2norm and beta's sigmoid inside.
+
+Three schedules over the same chunk algebra (factors.py); launch.py chooses from the sizes alone:
+
+    fused      one kernel: a warpgroup builds factors while two carry the state            no workspace
+    two_pass   factors of every chunk in parallel, then the scan                           65 KB a chunk and head
+    segments   the scan itself in parallel over segments, exact: transitions are merged    few heads, one long sequence
+
+Gluon is experimental and moves between Triton releases, so any other release is refused and Triton proper takes over.
+Error on bfloat16 inputs: 1.9e-3 of the output (bfloat16's own rounding is 1.7e-3) and 6e-4 of the state.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.call import KDACall, KDAOutput
+from openkda.ops.kda.gate import BoundedGate
+
+__all__ = ["refusals", "run", "step"]
+
+TRITON_RELEASE = "3.6"
+HEAD = 128
+MAX_SEQUENCES = 1024
+"""A pack's lengths are read as one vector by every program."""
+SHORT = 16
+"""Dense calls of at most this many tokens are left to the token-by-token kernel."""
+
+
+def refusals(call: KDACall) -> list[str]:
+    """Why these kernels cannot run the call; empty when they can."""
+    reasons = _device_refusals(call.q.device) + _option_refusals(call) + _state_refusals(call)
+    for name in ("q", "k", "v", "g"):
+        x = getattr(call, name)
+        if x.dtype != torch.bfloat16:
+            reasons.append(f"{name} in bfloat16, received {x.dtype}")
+        if x.shape[-1] != HEAD:
+            reasons.append(f"{HEAD} channels a head, received {x.shape[-1]} in {name}")
+    B, T, _, _ = call.q.shape
+    HV = call.v.shape[2]
+    if B * T * HV >= 2**31 or call.q.numel() == 0 or call.v.numel() == 0:
+        reasons.append(f"between 1 and 2^31 token-heads, received {B * T * HV}")
+    if call.cu_seqlens is None and T <= SHORT:
+        reasons.append(f"more than {SHORT} tokens a sequence, received {T}")
+    if call.num_sequences > MAX_SEQUENCES and call.cu_seqlens is not None:
+        reasons.append(f"at most {MAX_SEQUENCES} sequences in a pack, received {call.num_sequences}")
+    return reasons
+
+
+def run(call: KDACall) -> KDAOutput:
+    from openkda.ops.kda.hopper import register
+
+    gate = call.gate
+    assert isinstance(gate, BoundedGate)  # for the type checker: refusals made sure of it
+    o, final = register.kda_hopper_op(
+        call.q, call.k, call.v, call.g, call.beta, gate.A_log, gate.dt_bias, call.cu_seqlens, call.initial_state,
+        call.scale, gate.lower_bound, call.output_final_state,
+    )  # fmt: skip
+    return KDAOutput(o, final if call.output_final_state else None)
+
+
+def step(call: KDACall) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("impl='hopper' has no decoding step; impl='triton' has one")
+
+
+def _device_refusals(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return [f"needs CUDA tensors, received {device.type}"]
+    reasons = []
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        reasons.append(f"compute capability 9.0, received {torch.cuda.get_device_capability(device)}")
+    release = _triton_release()
+    if release != TRITON_RELEASE:
+        reasons.append(f"Gluon of Triton {TRITON_RELEASE}, received {release or 'no Triton'}")
+    return reasons
+
+
+@cache
+def _triton_release() -> str:
+    try:
+        return ".".join(importlib.metadata.version("triton").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _option_refusals(call: KDACall) -> list[str]:
+    reasons = []
+    if not isinstance(call.gate, BoundedGate):
+        reasons.append(f"the bounded gate, received {type(call.gate).__name__ if call.gate else 'log decays'}")
+    if not call.use_qk_l2norm:
+        reasons.append("use_qk_l2norm=True (float16 operands need unit keys)")
+    if not call.use_beta_sigmoid:
+        reasons.append("use_beta_sigmoid=True")
+    if call.needs_grad:
+        reasons.append("the backward is not implemented")
+    return reasons
+
+
+def _state_refusals(call: KDACall) -> list[str]:
+    reasons = []
+    if call.state_indices is not None:
+        reasons.append("no state_indices")
+    if call.state_positions is not None:
+        reasons.append("no state_positions")
+    if call.state_v_first:
+        reasons.append("states [.., K, V]")
+    state = call.initial_state
+    if call.state_dtype != torch.float32 or (state is not None and state.dtype != torch.float32):
+        reasons.append("float32 states")
+    return reasons
