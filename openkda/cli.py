@@ -126,16 +126,21 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A checkpoint or run directory, or a preset's name.")],
     length: Annotated[list[int], typer.Option(help="Sequence lengths in tokens.")] = [1_000, 100_000, 1_000_000],  # noqa: B006
 ) -> int:
-    """Layers, parameters by kind, and bytes of state per token and per sequence."""
+    """Layers, parameters by kind, bytes of state per token and per sequence; of a published model also its tensors."""
     from openkda.models.inspect import describe
     from openkda.models.inspect_text import render
+    from openkda.models.official_text import inventory_of
     from openkda.models.presets import PRESETS
     from openkda.training.run_directory import find_checkpoint
 
     if any(n < 1 for n in length):
         raise ValueError(f"--length: expected positive integers, received {length}")
-    target = find_checkpoint(model) if model not in PRESETS and Path(model).is_dir() else model
-    print(render(describe(target), length))
+    tensors = inventory_of(model)
+    if tensors is None:
+        target = find_checkpoint(model) if model not in PRESETS and Path(model).is_dir() else model
+        print(render(describe(target), length))
+    else:
+        print(render(describe(tensors.config), length), tensors.text, sep="\n\n")
     return 0
 
 
@@ -156,6 +161,32 @@ def demo(
 
     result = run_demo(out, seconds=SECONDS if seconds is None else seconds, steps=steps, quick=quick, seed=seed)
     return 130 if result.interrupted else 0
+
+
+@app.command("make-checkpoint")
+def make_checkpoint(
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    like: Annotated[str, typer.Option(help="kimi-k3 (packed experts, vision tower) or kimi-linear-48b.")] = "kimi-k3",
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Width, a multiple of 64.")] = 256,
+    heads: int = 4,
+    head_dim: int = 32,
+    experts: Annotated[int, typer.Option(help="Routed experts a layer.")] = 8,
+    experts_per_token: int = 2,
+    vocab_size: int = 1024,
+    vision_layers: int = 2,
+    seed: int = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the directory.")] = False,
+) -> int:
+    """Write a random checkpoint in a published layout, in miniature."""
+    from openkda.models.make_checkpoint import make_checkpoint as make
+
+    make(
+        out, like=like, layers=layers, hidden=hidden, heads=heads, head_dim=head_dim, experts=experts,
+        experts_per_token=experts_per_token, vocab_size=vocab_size, vision_layers=vision_layers, seed=seed, overwrite=overwrite,
+    )  # fmt: skip
+    print(f"{out}: written; see it with: openkda inspect {out}")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> None:

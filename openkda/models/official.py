@@ -79,6 +79,15 @@ def load_official(
     return model.to(device=device, dtype=dtype).eval()  # also widens what must be float32 and was stored narrower
 
 
+def is_published(directory: str | Path) -> bool:
+    """Whether a directory has a config.json in a published layout (another may be our own)."""
+    try:
+        config = json.loads((Path(directory) / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and ("text_config" in config or "linear_attn_config" in config)
+
+
 def read_config(directory: str | Path) -> OfficialConfig:
     """The translated config.json of a published checkpoint. Raises: FileNotFoundError or ValueError naming the file."""
     path = Path(directory) / CONFIG
@@ -180,7 +189,7 @@ def _renumbered(t: PublishedTensor, chosen: list[int]) -> PublishedTensor:
     if not at:
         return t
     number, _, rest = tail.partition(".")
-    return dataclasses.replace(t, name=f"{head}{at}{chosen[int(number)]}.{rest}")
+    return t._replace(name=f"{head}{at}{chosen[int(number)]}.{rest}")
 
 
 def _left_out(shards: Shards, chosen: list[int], official: OfficialConfig, vision: bool) -> set[str]:

@@ -7,10 +7,10 @@ tensors, 1.56 TB) takes seconds.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ A_LOG_FORM: dict[Kind, ALogForm] = {"kimi_k3": "padded", "kimi_linear": "broadca
 _STACKED = re.compile(r"(?P<at>.*\.experts\.)(?P<matrix>w[123])(?P<part>_packed|_scale)?")
 
 
-@dataclass(frozen=True)
-class PublishedTensor:
+class PublishedTensor(NamedTuple):
     """One tensor of a published checkpoint.
 
     key: of our state dict; row: its row there (an expert), None = the whole tensor.
@@ -45,14 +44,14 @@ class PublishedTensor:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def parameters(self) -> int:
         """Weights that it holds: two in a byte of packed codes, none in scales."""
         if self.name.endswith(".weight_scale"):
             return 0
-        return torch.Size(self.shape).numel() * (2 if self.name.endswith(".weight_packed") else 1)
+        return math.prod(self.shape) * (2 if self.name.endswith(".weight_packed") else 1)
 
 
 def official(name: str) -> OfficialConfig:
@@ -86,9 +85,10 @@ def published(state: dict[str, Tensor], prefix: str, a_log: ALogForm) -> Iterato
             shape = _a_log_shape(t.numel(), a_log) if key.endswith(".A_log") else tuple(t.shape)
             yield PublishedTensor(prefix + key, shape, t.dtype, key)
             continue
-        suffix = f".{stacked['matrix']}.weight{stacked['part'] or ''}"
+        head, tail = prefix + stacked["at"], f".{stacked['matrix']}.weight{stacked['part'] or ''}"
+        shape, dtype = tuple(t.shape[1:]), t.dtype
         for e in range(t.shape[0]):
-            yield PublishedTensor(f"{prefix}{stacked['at']}{e}{suffix}", tuple(t.shape[1:]), t.dtype, key, e)
+            yield PublishedTensor(f"{head}{e}{tail}", shape, dtype, key, e)
 
 
 def _a_log_shape(heads: int, form: ALogForm) -> tuple[int, ...]:

@@ -1,0 +1,73 @@
+"""The inventory as text, and the two commands around published layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from openkda.models.make_checkpoint import make_checkpoint
+from openkda.models.official import is_published, load_official
+from openkda.models.official_text import inventory_of
+
+SIZES = {"layers": 4, "hidden": 64, "heads": 2, "head_dim": 16, "experts": 4, "vocab_size": 96}
+
+
+def test_inventory_of_a_published_model() -> None:
+    got = inventory_of("kimi-k3")
+    assert got is not None
+    lines = got.text.splitlines()
+    assert lines[-1].startswith("497,220 tensors in 96 shards, 1,560,860,324,864 bytes;")
+    assert len(lines) == 2 + 59, "a header, the 59 classes of names, the totals"
+    row = next(line for line in lines if "experts.E.w2.weight_scale" in line)
+    assert row.split() == [
+        "language_model.model.layers.L.block_sparse_moe.experts.E.w2.weight_scale", "82,432", "[3584,", "96]", "U8",
+        "28,361,883,648",
+    ]  # fmt: skip
+
+
+def test_of_a_directory_and_of_something_else(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "k3", **SIZES)
+    got = inventory_of(tmp_path / "k3")
+    assert got is not None and got.config.num_hidden_layers == 4
+    files = [f for f in (tmp_path / "k3").glob("*.safetensors")]
+    assert f"in {len(files)} shards" in got.text
+    assert inventory_of("demo") is None and inventory_of(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"kda_num_heads": 2}')
+    assert not is_published(tmp_path)
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("typer")
+    from openkda.cli import main
+
+    out = tmp_path / "mini"
+    options = [
+        "--out",
+        str(out),
+        "--layers",
+        "4",
+        "--hidden",
+        "64",
+        "--heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--experts",
+        "4",
+    ]
+
+    def run(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as done:
+            main(list(arguments))
+        return int(done.value.code or 0)
+
+    assert run("make-checkpoint", "--like", "kimi-k3", *options) == 0
+    assert load_official(out).num_parameters() > 0
+    capsys.readouterr()
+    assert run("inspect", str(out)) == 0
+    assert "language_model.model.layers.L.self_attn.A_log" in capsys.readouterr().out
+    assert run("make-checkpoint", *options) != 0
+    assert "overwrite=True replaces it" in capsys.readouterr().err
+    assert run("make-checkpoint", "--out", str(tmp_path / "other"), "--hidden", "100") != 0
+    assert "a multiple of 64" in capsys.readouterr().err and not (tmp_path / "other").exists()
