@@ -72,6 +72,8 @@ class TrainOptions:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(map(str, value)))
         object.__setattr__(self, "out", str(self.out))
+        model = {k: tuple(v) if isinstance(v, list) else v for k, v in self.model.items()}  # as JSON gives it back
+        object.__setattr__(self, "model", model)
         _check(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,9 +144,12 @@ def _preset(name: str) -> ModelConfig:
     path = Path(name)
     if path.suffix == ".json" and path.is_file():
         try:
-            return ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError):
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            fields = None
+        if not isinstance(fields, dict):
             _bad("preset", "the JSON of a model config", name)
+        return ModelConfig.from_dict(fields)
     _bad("preset", f"one of {', '.join(PRESETS)}, or a config.json", repr(name))
 
 
