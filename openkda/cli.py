@@ -6,6 +6,7 @@ A user's mistake is one line on standard error and a non-zero exit code; OPENKDA
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -197,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, prog_name="openkda", standalone_mode=False)
     except usage_error as error:
-        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+        _fail(f"{error.format_message()} (received: openkda {shlex.join(arguments)})", 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except (ValueError, OSError, ModuleNotFoundError, NotImplementedError, FloatingPointError) as error:
