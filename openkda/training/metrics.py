@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
         self.path = path
+        self.last_validation: tuple[int, float] = (-1, math.nan)  # its step and loss
         if resume_at is not None and path.exists():
             kept = [line for line in read_metrics(path) if line["step"] <= resume_at]
+            for line in kept:
+                if "val_loss" in line:
+                    self.last_validation = line["step"], line["val_loss"]
             partial = path.with_name(path.name + ".partial")
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(partial, path)

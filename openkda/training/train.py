@@ -153,7 +153,8 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, val_side: TokenFile, progress: 
     """Step until done or told to stop; log, validate and save on the way."""
     options, out = trainer.options, Path(trainer.options.out)
     metrics = MetricsFile(out / "metrics.jsonl", resume_at=trainer.step)
-    report, validated, val_loss = None, -1, math.nan
+    report = None
+    validated, val_loss = metrics.last_validation
     progress.begin(trainer.step, options.steps)
     try:
         with _stop_signals() as stop:
@@ -168,9 +169,9 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, val_side: TokenFile, progress: 
                     validated, val_loss = report.step, _validate(trainer, val_side, metrics, progress)
                 if report.step % options.checkpoint_every == 0:
                     trainer.save(tokenizer)
-            checkpoint = trainer.save(tokenizer)
             if validated != trainer.step and not stop:
                 val_loss = _validate(trainer, val_side, metrics, progress)
+            checkpoint = trainer.save(tokenizer)
     finally:
         progress.close()
     _draw(out, progress)
@@ -187,6 +188,7 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, val_side: TokenFile, progress: 
 
 
 def _validate(trainer: Trainer, val_side: TokenFile, metrics: MetricsFile, progress: Progress) -> float:
+    """Held-out loss, before the checkpoint of the same step: one that scores NaN is not saved."""
     options = trainer.options
     result = evaluate(
         trainer.model,
@@ -197,6 +199,7 @@ def _validate(trainer: Trainer, val_side: TokenFile, metrics: MetricsFile, progr
         pack_tokens=options.seq_len * options.batch_size // options.accumulate,
         max_tokens=options.val_tokens,
     )
+    trainer.require_finite("validation loss", result.loss)
     numbers = {"val_loss": result.loss, "val_bits_per_byte": result.bits_per_byte, "val_tokens": result.tokens}
     metrics.write({"step": trainer.step, **numbers, "tokens": trainer.tokens, "seconds": trainer.seconds})
     progress.validated(trainer.step, result)

@@ -23,7 +23,7 @@ from openkda.training.token_file import TokenFile
 
 
 class TrainingDiverged(FloatingPointError):
-    """A loss or gradient is NaN or infinite. The parameters are still those of the step before."""
+    """A loss, gradient or parameter is NaN or infinite. What was saved before is not."""
 
 
 class Trainer:
@@ -77,9 +77,8 @@ class Trainer:
         self.model.train()
         loss = self._gradients()
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.grad_clip))
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise TrainingDiverged(f"step {self.step + 1}: {name} is {value}; last good checkpoint: {self._last()}")
+        self.require_finite("loss", loss, self.step + 1)
+        self.require_finite("gradient norm", norm, self.step + 1)
         self.optimizer.step()
         self.optimizer.zero_grad()
         loads = [] if self.balancer is None else self.balancer.step().values()
@@ -104,11 +103,19 @@ class Trainer:
         self.last_checkpoint = checkpoint
 
     def save(self, tokenizer: Tokenizer) -> Path:
-        """The checkpoint of this step; written unless it is there already."""
+        """The checkpoint of this step; written unless it is there already, and never with a parameter that is NaN."""
         out = Path(self.options.out)
         if self.last_checkpoint != out / f"step-{self.step}":
+            largest = torch.stack([p.detach().abs().max() for p in self.model.parameters()]).max()
+            self.require_finite("largest parameter", float(largest))
             self.last_checkpoint = save(out, self.state(), self.model, tokenizer, keep=self.options.keep)
         return self.last_checkpoint
+
+    def require_finite(self, name: str, value: float, step: int | None = None) -> None:
+        """TrainingDiverged, naming the step and the last good checkpoint, unless `value` is a finite number."""
+        if not math.isfinite(value):
+            last = "none yet" if self.last_checkpoint is None else self.last_checkpoint
+            raise TrainingDiverged(f"step {step or self.step}: {name} is {value}; last good checkpoint: {last}")
 
     @property
     def _tokens_per_step(self) -> int:
@@ -134,9 +141,6 @@ class Trainer:
             loss.backward()
             total += loss.detach()
         return float(total)
-
-    def _last(self) -> str:
-        return "none yet" if self.last_checkpoint is None else str(self.last_checkpoint)
 
     def _report(self, loss: float, lr: float, norm: float, expert_load: float | None) -> StepReport:
         per_step = sum(self._durations) / len(self._durations)

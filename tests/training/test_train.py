@@ -80,6 +80,8 @@ def test_resume_is_exact(options: Make, stop_at: int) -> None:
     assert resumed.step == 6 and resumed.val_loss == straight.val_loss and resumed.tokens == straight.tokens
     assert_same_checkpoint(straight.checkpoint, resumed.checkpoint)
     assert numbers(straight.out) == numbers(resumed.out)
+    again = resume(broken.out)  # a finished run: nothing is trained, nothing is scored twice
+    assert again.step == 6 and again.val_loss == straight.val_loss and numbers(again.out) == numbers(straight.out)
 
 
 def test_resume_from_an_older_checkpoint_of_a_moved_run(options: Make, tmp_path: Path) -> None:
@@ -153,6 +155,25 @@ def test_a_gradient_that_is_no_number_stops_before_the_parameters_change(
     with pytest.raises(TrainingDiverged, match="step 1: gradient norm is nan; last good checkpoint: none yet"):
         train(options())
     assert all(torch.equal(v, seen[-1][k]) for k, v in seen[0].items())
+
+
+@pytest.mark.parametrize(("val_every", "error"), [(100, "largest parameter is nan"), (4, "validation loss is nan")])
+def test_broken_parameters_are_never_saved(
+    options: Make, monkeypatch: pytest.MonkeyPatch, val_every: int, error: str
+) -> None:
+    """The step that breaks them has a finite loss: step 4, which is due for a checkpoint, must look at what it saves."""
+    advance = trainer_module.Trainer.advance
+
+    def breaking(self: trainer_module.Trainer) -> StepReport:
+        report = advance(self)
+        if report.step == 4:
+            self.model.lm_head.weight.data[0, 0] = float("nan")
+        return report
+
+    monkeypatch.setattr(trainer_module.Trainer, "advance", breaking)
+    with pytest.raises(TrainingDiverged, match=rf"step 4: {error}; last good checkpoint: .*step-2$"):
+        train(options(val_every=val_every))
+    assert steps_of(Path(options().out)) == [2]
 
 
 def test_parameters_and_checkpoint_are_float32(options: Make) -> None:
