@@ -136,6 +136,27 @@ def _state_offsets(index, half):
 
 
 @gluon.jit
+def _stage_output(o, inv, v_s):
+    """Unscales a chunk's output and puts it where its values were."""
+    o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
+    v_s.permute((1, 0)).store(o.to(v_s.dtype))
+
+
+@gluon.jit
+def _write_output(o_desc, o_ptr, v_s, row, col0, n, HV):
+    """Full chunks leave by the copy engine; it cannot mask, so a partial one is stored by threads."""
+    if n >= 64:
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(o_desc, [row, col0], v_s)
+    else:
+        gl.thread_barrier()
+        i = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))[:, None]
+        j = gl.arange(0, 64, layout=gl.SliceLayout(0, LROW))[None, :]
+        gl.store(o_ptr + (row + i).to(gl.int64) * (HV * 128) + (col0 + j), v_s.load(LROW), mask=i < n)
+
+
+@gluon.jit
 def state_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, STAGES: gl.constexpr,
@@ -148,6 +169,9 @@ def state_partition(
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
+    # With registers to spare (no factor role beside it) S Qt runs beside the U chain; else o is finished and stored
+    # before the state update needs its registers.
+    EAGER: gl.constexpr = STAGES == 2 and OUTPUT
     chunks = (length + 63) // 64
     col0 = hv * 128 + half * 64
     if STATE_IN == 1:
@@ -189,9 +213,11 @@ def state_partition(
             r = _values(v_c) * sc_t - r
         else:
             r = -r
-        a = gl.convert_layout(r.to(gl.float16), A_T)
+        ar = gl.convert_layout(r.to(gl.float16), A_T)
         mbarrier.wait(tm_ready.index(sb), phase)
-        u = warpgroup_mma(a, tt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
+        u = warpgroup_mma(ar, tt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if EAGER:
+            o = warpgroup_mma(a, qt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
         if VALUES:
             # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
             tma.store_wait(0)
@@ -202,39 +228,37 @@ def state_partition(
             tma.async_copy_global_to_shared(
                 v_desc, [row0 + (c + 1) * 64, col0], v_full.index(nst), v_s.index(nst), pred=more
             )
-        u = warpgroup_mma_wait(0, deps=[u])
+        u = warpgroup_mma_wait(1 if EAGER else 0, deps=[u])
         u16 = u.to(gl.float16)
-        if OUTPUT:
-            # o is finished and stored before the state update needs its registers.
+        au = gl.convert_layout(u16, A_T)
+        if OUTPUT and not EAGER:
             a = gl.convert_layout(s.to(gl.float16), A_T)
             o = warpgroup_mma(a, qt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
-            a = gl.convert_layout(u16, A_T)
-            o = warpgroup_mma(a, m_s.index(sb).permute((1, 0)), o, is_async=True)
+            o = warpgroup_mma(au, m_s.index(sb).permute((1, 0)), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
-        gl.thread_barrier()
-        mbarrier.arrive(free.index(sb), count=1)
-        if OUTPUT:
-            o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
-            v_c.permute((1, 0)).store(o.to(v_c.dtype))
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(sb), count=1)
+            _stage_output(o, inv, v_c)
 
         mbarrier.wait(kh_ready.index(st), (c >> 1) & 1)
         dec = dec_s.index(st).load(gl.SliceLayout(0, ACC_S))
         s = s * dec[None, :]
         s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
+        if EAGER:
+            o = warpgroup_mma(au, m_s.index(sb).permute((1, 0)), o, is_async=True)
+            s, o = warpgroup_mma_wait(0, deps=[s, o])
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(sb), count=1)
+            mbarrier.arrive(kh_free.index(st), count=1)
+            _stage_output(o, inv, v_c)
         if OUTPUT:
-            row = row0 + c * 64
-            if n >= 64:
-                fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(o_desc, [row, col0], v_c)
-            else:
-                gl.thread_barrier()
-                i = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))[:, None]
-                j = gl.arange(0, 64, layout=gl.SliceLayout(0, LROW))[None, :]
-                gl.store(o_ptr + (row + i).to(gl.int64) * (HV * 128) + (col0 + j), v_c.load(LROW), mask=i < n)
-        s = warpgroup_mma_wait(0, deps=[s])
-        gl.thread_barrier()
-        mbarrier.arrive(kh_free.index(st), count=1)
+            _write_output(o_desc, o_ptr, v_c, row0 + c * 64, col0, n, HV)
+        if not EAGER:
+            s = warpgroup_mma_wait(0, deps=[s])
+            gl.thread_barrier()
+            if not OUTPUT:
+                mbarrier.arrive(free.index(sb), count=1)
+            mbarrier.arrive(kh_free.index(st), count=1)
     tma.store_wait(0)
     if STATE_OUT:
         gl.store(st_ptr + _state_offsets(n_seq * HV + hv, half), s * inv[:, None])
