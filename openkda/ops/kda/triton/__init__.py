@@ -1,4 +1,4 @@
-"""Portable Triton kernels for whole sequences and single tokens: forward only.
+"""Portable Triton kernels for whole sequences and single tokens, and their backward.
 
 Operands are float16 with a power of two per block, sums and states float32 (error 1.9e-3 of the output, of which bfloat16's
 own rounding is 1.7e-3, and 5e-4 of the state on bfloat16 inputs); float32 inputs, and every input under
@@ -24,8 +24,8 @@ def refusals(call: KDACall) -> list[str]:
     reasons = triton_refusals(call.q)
     if max(call.q.shape[-1], call.v.shape[-1]) > MAX_SIZE:
         reasons.append(f"head sizes up to {MAX_SIZE}, received K={call.q.shape[-1]} V={call.v.shape[-1]}")
-    if call.needs_grad:
-        reasons.append("the backward is not implemented")
+    if call.needs_grad and call.state_positions is not None:
+        reasons.append("gradients through states at chosen positions")
     return reasons
 
 
@@ -43,6 +43,8 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
     """skip: rows without a slot give zeros (the step) instead of starting from a zero state."""
     from openkda.ops.kda.triton import register
 
+    if call.needs_grad:
+        importlib.import_module("openkda.ops.kda.triton.autograd")  # hangs the backward on the op
     A_log, dt_bias = register.as_tensor_pair(call.gate)
     kind = 0 if call.gate is None else 2 if isinstance(call.gate, BoundedGate) else 1
     bound = call.gate.lower_bound if isinstance(call.gate, BoundedGate) else 0.0

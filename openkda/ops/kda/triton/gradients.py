@@ -1,4 +1,4 @@
-"""Backward, third kernel: from the products of one chunk to the gradients of its q, k and gate input.
+"""Backward, last kernel: from the products of one chunk to the gradients of its q, k and gate input.
 
 `products.py` has left, for a chunk of 64 tokens: dM and dA [64, 64], the gradients of the scores, and d(qd), d(kd), d(ke) [64, K],
 what the entering and leaving states say. With P_i the log decay summed up to token i and Q_i from it to the chunk's end,
@@ -198,7 +198,7 @@ def _gate_gradient(dg, z, g2, rate, bound, GATE: tl.constexpr):
         return dg, dg * 0.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "slots"])
 def gradients_kernel(
     q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, op_p, total_p,
     dq_p, dk_p, dz_p, ddt_p, dA_log_p,
@@ -247,7 +247,9 @@ def gradients_kernel(
     p_k = k_p + batch * skb + h // GROUP * skh + row * skt
     p_z = g_p + batch * sgb + h * sgh + row * sgt
     out = ((batch * T + row) * HV + h) * K
-    p_dt = dt_bias_p + h * K + c
+    p_dt = c  # unused without a bias
+    if HAS_DT:
+        p_dt = dt_bias_p + h * K + c
     block = h * slots + slot
     p_d = d_p + block * (2 * C * C)
     p_wide = wide_p + block * (3 * C * BK)

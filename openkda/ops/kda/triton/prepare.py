@@ -30,6 +30,7 @@ from openkda.ops.kda.triton.gate_math import (
 
 A_LIMIT = tl.constexpr(1e12)  # keeps tokens of absurd size finite, so that their zero weight in the past stays zero
 X_LIMIT = tl.constexpr(1e24)
+BETA_FLOOR = tl.constexpr(1e-12)
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def prepare_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     C: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, SIGMOID: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
-    INNER_PREC: tl.constexpr, SMALL: tl.constexpr,
+    INNER_PREC: tl.constexpr, SMALL: tl.constexpr, FLOOR: tl.constexpr = False,
 ):  # fmt: skip
     """One program a chunk and value head. Writes kd, qd, ke [HV, slots, C, BK], tm = T and M [HV, slots, 2, C, C]."""
     pid = tl.program_id(0)
@@ -189,6 +190,8 @@ def prepare_kernel(
     beta = tl.load(beta_p + batch * sbb + h * sbh + rows * sbt, real, other=0.0).to(tl.float32)
     if SIGMOID:
         beta = tl.where(real, sigmoid(beta), 0.0)
+    if FLOOR:  # the backward divides by beta (products.py)
+        beta = tl.where(real, tl.maximum(beta, BETA_FLOOR), 0.0)
     rate = 1.0
     if HAS_A:
         rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)

@@ -1,4 +1,4 @@
-"""Backward, second kernel: the products over value channels that the gradients of one chunk need.
+"""Backward, fourth kernel: the products over value channels that the gradients of one chunk need.
 
 From the entering state S, the gradient dS' of the leaving one, U and dD of the two scans, and do:
 
@@ -17,19 +17,16 @@ import triton
 import triton.language as tl
 
 from openkda.ops.kda.triton.gate_math import find_sequence, sigmoid
+from openkda.ops.kda.triton.prepare import BETA_FLOOR
 
-BETA_FLOOR = tl.constexpr(1e-12)
-"""U and dD are both proportional to beta; dividing by its square needs a beta that is not zero."""
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "slots", "sbb", "sbt", "sbh"])
 def products_kernel(
     beta_p, cu_p, do_p, u_p, dd_p, s_p, ds_p,
     d_p, wide_p, both_p, dbeta_p,
     sbb, sbt, sbh, sob, sot, soh,
     T, N, slots, scale,
     HV: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, SIGMOID: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+    PACKED: tl.constexpr, SIGMOID: tl.constexpr, HAS_DO: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and value head.
 
@@ -59,7 +56,8 @@ def products_kernel(
     rows = start + first + t
     at = (batch * T + rows) * HV + h
     block = h * slots + slot
-    p_do = do_p + batch * sob + h * soh + rows[:, None] * sot
+    if HAS_DO:
+        p_do = do_p + batch * sob + h * soh + rows[:, None] * sot
     dM = tl.zeros([C, C], tl.float32)
     dA = tl.zeros([C, C], tl.float32)
     dqd = tl.zeros([C, BK], tl.float32)
@@ -70,15 +68,16 @@ def products_kernel(
     for v0 in tl.range(0, V, BV):
         x = v0 + tl.arange(0, BV)
         m = real[:, None] & (x < V)[None, :]
-        do = tl.load(p_do + x[None, :], m, other=0.0).to(OP)
         u = tl.load(u_p + at[:, None] * V + x[None, :], m, other=0.0).to(OP)
         dd = tl.load(dd_p + at[:, None] * V + x[None, :], m, other=0.0).to(OP)
         p_s = block * (V * BK) + x[:, None] * BK + c[None, :]
         S = tl.load(s_p + p_s, (x < V)[:, None], other=0.0)
         dS = tl.load(ds_p + p_s, (x < V)[:, None], other=0.0)
-        dM = tl.dot(do, tl.trans(u), dM, input_precision=PREC)
+        if HAS_DO:
+            do = tl.load(p_do + x[None, :], m, other=0.0).to(OP)
+            dM = tl.dot(do, tl.trans(u), dM, input_precision=PREC)
+            dqd = tl.dot(do, S, dqd, input_precision=PREC)
         dA = tl.dot(dd, tl.trans(u), dA, input_precision=PREC)
-        dqd = tl.dot(do, S, dqd, input_precision=PREC)
         dkd = tl.dot(dd, S, dkd, input_precision=PREC)
         dke = tl.dot(u, dS, dke, input_precision=PREC)
         both += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
@@ -96,5 +95,5 @@ def products_kernel(
     if SIGMOID:
         beta = sigmoid(beta)
         slope = beta * (1.0 - beta)
-    beta = tl.maximum(beta, BETA_FLOOR)
+    beta = tl.maximum(beta, BETA_FLOOR)  # U and dD are proportional to beta, as `prepare.py` floored it
     tl.store(dbeta_p + at, ddu / beta / beta * slope, real)

@@ -79,5 +79,5 @@ kda_pool_op = torch.ops.openkda.kda_pool.default
 def as_tensor_pair(gate: object) -> tuple[Tensor | None, Tensor | None]:
     """(A_log [HV], dt_bias [HV * K]) of a gate object, contiguous float32, or None for each that it lacks."""
     tensors = (getattr(gate, "A_log", None), getattr(gate, "dt_bias", None))
-    a, b = (None if t is None else t.detach().reshape(-1).to(torch.float32).contiguous() for t in tensors)
+    a, b = (None if t is None else t.reshape(-1).to(torch.float32).contiguous() for t in tensors)
     return a, b

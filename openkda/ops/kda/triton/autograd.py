@@ -1,0 +1,77 @@
+"""The kernels' derivative: `openkda::kda_backward`, hung on `openkda::kda`. Importing this file registers both.
+
+A second derivative is refused: the kernels of the first are not differentiable themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.triton.backward import backward
+from openkda.ops.kda.triton.launch import Args, unit_stride
+from openkda.ops.kda.triton.register import _LIBRARY, _OPTIONS, _TOKENS, kda_op
+
+_LIBRARY.define(
+    f"kda_backward({_TOKENS}, Tensor? state, Tensor? do, Tensor? ds, {_OPTIONS}, ScalarType state_dtype, bool exact)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _kda_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    gate, bound, scale, l2norm, sigmoid, _, v_first, state_dtype, exact = options
+    a = Args(
+        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, state, None, None,
+        gate, bound, scale, l2norm, sigmoid, True, v_first, state_dtype, exact, False,
+    )  # fmt: skip
+    found = backward(a, None if do is None else unit_stride(do), ds, state is not None)
+    return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+def _fake_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    like = (q, k, v, g, beta, A_log, dt_bias)
+    grads = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
+    return (*grads, q.new_empty(0) if state is None else state.new_empty(state.shape, dtype=torch.float32))
+
+
+_LIBRARY.impl("kda_backward", _kda_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("openkda::kda_backward", _fake_backward, lib=_LIBRARY)
+kda_backward_op = torch.ops.openkda.kda_backward.default
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:9])  # q, k, v, g, beta, A_log, dt_bias, cu, state
+    ctx.options = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | None) -> tuple[Any, ...]:
+    if dkept is not None:
+        raise NotImplementedError("gradients through states at chosen positions: use impl='chunkwise'")
+    tensors = ctx.saved_tensors
+    if do is None and ds is None:
+        return (None,) * (len(tensors) + 1 + len(ctx.options))
+    found = kda_backward_op(*tensors, do, ds, *ctx.options)
+    grads = [g if need else None for g, need in zip(found, _differentiable(ctx.needs_input_grad), strict=True)]
+    state = tensors[8]
+    if grads[7] is not None and state is not None:
+        grads[7] = grads[7].to(state.dtype)
+    return (*grads[:7], None, grads[7], None, *(None for _ in ctx.options))
+
+
+def _differentiable(needs: tuple[bool, ...]) -> tuple[bool, ...]:
+    return (*needs[:7], needs[8])
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("kda: second derivatives are not implemented; use impl='reference' in float64 for them")
+
+
+torch.library.register_autograd("openkda::kda", _backward, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd(
+    "openkda::kda_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+)
+
+__all__ = ["kda_backward_op", "kda_op"]
