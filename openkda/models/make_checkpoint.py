@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -108,7 +109,12 @@ def make_checkpoint(
     sizes: those of `miniature` (layers, hidden, heads, head_dim, experts, experts_per_token, vocab_size, vision_layers).
     Returns: the config. Raises: ValueError for an impossible size, FileExistsError, OSError.
     """
-    whole = official(like)
     config = miniature(like, **sizes)
-    save_official(random_model(config, seed, dtype), out, kind=whole.kind, overwrite=overwrite)
+    # The last ids of the vocabulary: begin, end, padding, image (the published ones lie near its end too).
+    ids = {f"{name}_token_id": config.vocab_size - 4 + i for i, name in enumerate(("bos", "eos", "pad"))}
+    whole = official(like)
+    stated = dataclasses.replace(
+        whole, model=config, inert_text={**whole.inert_text, **ids}, inert_top={**whole.inert_top, **ids}
+    )
+    save_official(random_model(config, seed, dtype), out, kind=whole.kind, config=stated, overwrite=overwrite)
     return config

@@ -107,14 +107,17 @@ def save_official(
     config: OfficialConfig | None = None,
     a_log: ALogForm | None = None,
     overwrite: bool = False,
+    state: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write `model` in the published layout: shards, index and config.json; the directory appears complete or not at all.
+    """Write `model` in the published layout: shards, index and config.json. A new directory appears complete or not at all; in
+    an existing one the files are replaced when all are written, and others are left alone.
 
     Args:
         kind: layout; default "kimi_k3" for a `MultimodalLM`, else "kimi_linear". "kimi_k3" needs a vision tower.
         config: as read from another checkpoint, whose inert keys (token ids and the like) are then written again.
         a_log: how A_log is stored; default as published for that kind.
-        overwrite: replace an existing directory.
+        overwrite: write into an existing directory, replacing a checkpoint there.
+        state: the model's state dict, where it comes from elsewhere (gathered from shards); default its own.
     Every tensor keeps its dtype: loading and saving again gives the same bytes.
     Raises: ValueError for a feature that the format cannot say, FileExistsError, OSError with the path.
     """
@@ -138,14 +141,25 @@ def save_official(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_shards(model, partial, official, a_log or A_LOG_FORM[kind])
+        _write_shards(model.state_dict() if state is None else state, partial, official, a_log or A_LOG_FORM[kind])
         (partial / CONFIG).write_text(text)
         if directory.exists():
-            shutil.rmtree(directory)
-        os.rename(partial, directory)
-    except BaseException:
+            _replace_files(partial, directory)
+        else:
+            os.rename(partial, directory)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+
+def _replace_files(partial: Path, directory: Path) -> None:
+    """Move a whole checkpoint into an existing directory; shards of an earlier one go, its index first."""
+    new = {path.name for path in partial.iterdir()}
+    (directory / INDEX).unlink(missing_ok=True)
+    for old in directory.glob("model*.safetensors"):
+        if old.name not in new:
+            old.unlink()
+    for name in sorted(new, key=lambda n: n == INDEX):
+        os.replace(partial / name, directory / name)
 
 
 def _as_stored(config: OfficialConfig, shards: Shards) -> OfficialConfig:
@@ -241,8 +255,7 @@ def _checked(value: Tensor, t: PublishedTensor, where: str, ours: Tensor) -> Ten
     return value
 
 
-def _write_shards(model: HybridLM | MultimodalLM, directory: Path, official: OfficialConfig, a_log: ALogForm) -> None:
-    state = model.state_dict()
+def _write_shards(state: dict[str, Tensor], directory: Path, official: OfficialConfig, a_log: ALogForm) -> None:
     layers, count = official.model.num_hidden_layers, shard_count(official)
     shards: dict[int, list[PublishedTensor]] = {}
     for t in published(state, "", a_log):

@@ -93,7 +93,10 @@ def to_published(official: OfficialConfig) -> dict[str, Any]:
             f"the published format {official.kind} cannot say: {[k for k, bad in unsayable.items() if bad]}"
         )
     text = {**official.inert_text, "num_key_value_heads": c.num_attention_heads}
-    text |= {key: getattr(c, key) for key in SAME if getattr(c, key) not in (None, False)}
+    for key, need in SAME.items():
+        value = getattr(c, key)
+        if need == "always" or (need == "moe" and c.num_experts is not None) or not (value is None or value is False):
+            text[key] = value
     linear = {
         "full_attn_layers": list(c.full_attn_layers),
         "kda_layers": list(c.kda_layers),

@@ -303,7 +303,11 @@ def test_saving_is_all_or_nothing(k3: Path, tmp_path: Path, monkeypatch: pytest.
     save_official(model, tmp_path / "out")
     with pytest.raises(FileExistsError, match="overwrite=True"):
         save_official(model, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    (tmp_path / "out" / "model-00001-of-000003.safetensors").write_bytes(b"of an earlier checkpoint")
     save_official(model, tmp_path / "out", overwrite=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
