@@ -11,11 +11,13 @@ Which layer is which, and every other feature, stands in `ModelConfig`. Module n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from openkda.layers.attn_res import TWO_PHASE_TOKENS, PseudoQuery, ResidualBank, residual_query
 from openkda.layers.kda import KimiDeltaAttention
@@ -101,7 +103,10 @@ class DecoderLayer(nn.Module):
 
 
 class HybridModel(nn.Module):
-    """Embedding, layers, final norm: token ids to hidden states."""
+    """Embedding, layers, final norm: token ids to hidden states.
+
+    gradient_checkpointing: set it, and training recomputes each layer in the backward pass instead of keeping it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -112,6 +117,7 @@ class HybridModel(nn.Module):
             self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.output_attn_res_proj = PseudoQuery(config.hidden_size)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
 
     def forward(
         self, input_ids: Tensor, *, state: ModelState | None, cu_seqlens: Tensor | None, return_state: bool
@@ -121,7 +127,9 @@ class HybridModel(nn.Module):
         states: list[LayerState] = []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state[i]
-            x, bank, after = layer(x, bank, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
+            run = partial(layer, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
+            recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+            x, bank, after = checkpoint(run, x, bank, use_reentrant=False) if recompute else run(x, bank)
             states.append(after)
         if bank is not None:
             x = bank.read(x, 2 * len(self.layers), self.output_attn_res_norm, self.output_attn_res_proj)

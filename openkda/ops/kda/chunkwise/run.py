@@ -127,7 +127,8 @@ class Chunkwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
-        t, saved = Tokens(*ctx.saved_tensors[:7]), ctx.saved_tensors[7:]
+        tensors = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
+        t, saved = Tokens(*tensors[:7]), tensors[7:]
         with torch.no_grad(), _no_autocast(t.v):
             do = t.v.new_zeros(t.v.shape) if do is None else do
             dS = t.g.new_zeros(ctx.state_shape, dtype=ctx.opts.dtype) if dS is None else dS.clone()
