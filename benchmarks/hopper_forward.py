@@ -1,11 +1,12 @@
 """Checks the Hopper forward against a float64 token recurrence, then times it.
 
-    python benchmarks/hopper_forward.py check|time|once
+python benchmarks/hopper_forward.py check|time|once
 """
 
 from __future__ import annotations
 
 import sys
+from functools import cache, partial
 
 import torch
 import triton
@@ -27,7 +28,7 @@ def reference(q, k, v, g, beta, a_log, dt, s0, lens):
     o = torch.zeros_like(v)
     n = len(lens)
     s = torch.zeros(n, v.shape[1], 128, 128, dtype=d, device=v.device) if s0 is None else s0.to(d).clone()
-    starts = torch.tensor([0] + lens).cumsum(0)[:-1]
+    starts = torch.tensor([0, *lens]).cumsum(0)[:-1]
     for t in range(max(lens)):
         live = torch.tensor([i for i in range(n) if lens[i] > t], device=v.device)
         row = (starts.to(v.device)[live] + t).long()
@@ -41,7 +42,7 @@ def reference(q, k, v, g, beta, a_log, dt, s0, lens):
 
 def inputs(lens, h, hv, shift, kind="normal", seed=0, state=True):
     gen = torch.Generator(device="cuda").manual_seed(seed)
-    r = lambda *s: torch.randn(*s, generator=gen, device="cuda")
+    r = partial(torch.randn, generator=gen, device="cuda")
     t = sum(lens)
     q, k = r(1, t, h, 128).bfloat16(), r(1, t, h, 128).bfloat16()
     v, g = r(1, t, hv, 128).bfloat16(), (r(1, t, hv, 128) + shift).bfloat16()
@@ -54,11 +55,28 @@ def inputs(lens, h, hv, shift, kind="normal", seed=0, state=True):
     return q, k, v, g, beta, a_log, dt, s0
 
 
+@cache
+def offsets(lens):
+    return torch.tensor([0, *lens], device="cuda").cumsum(0).int() if len(lens) > 1 else None
+
+
 def run(args, lens, final=True, schedule=None):
     q, k, v, g, beta, a_log, dt, s0 = args
-    cu = torch.tensor([0] + lens, device="cuda").cumsum(0).int() if len(lens) > 1 else None
-    return launch.forward(q, k, v, g, beta, a_log, dt, scale=128**-0.5, lower_bound=BOUND, initial_state=s0,
-                          final_state=final, cu_seqlens=cu, schedule=schedule)
+    return launch.forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        a_log,
+        dt,
+        scale=128**-0.5,
+        lower_bound=BOUND,
+        initial_state=s0,
+        final_state=final,
+        cu_seqlens=offsets(tuple(lens)),
+        schedule=schedule,
+    )
 
 
 def rel(a, ref):
@@ -115,30 +133,47 @@ SHAPES = [
     ("H=96 mixed", [1300, 547, 2048, 963, 271, 3063], 96),
     ("H=64 1x8192", [8192], 64),
     ("H=64 8x1024", [1024] * 8, 64),
+    ("H=32 1x8192", [8192], 32),
+    ("H=16 1x65536", [65536], 16),
     ("H=12 1x8192", [8192], 12),
 ]
 
 
+def graphed(fn):
+    """Milliseconds of fn replayed from a CUDA graph, caches cold, median."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return triton.testing.do_bench(graph.replay, warmup=5, rep=40, return_mode="median")
+
+
 def time():
     for name, lens, h in SHAPES:
-        fast = inputs(lens, h, h, 0.0, state=len(lens) > 1)
-        slow = inputs(lens, h, h, -6.0, state=len(lens) > 1)
         schedules = ["fused", "two_pass"]
         if len(lens) == 1 and h <= 66:
-            schedules += [("segments", 132 // h)]
-            schedules += [("segments", 66 // h)] if h <= 33 else []
+            schedules += [("segments", n) for n in sorted({132 // h, max(66 // h, 2)})]
         for schedule in schedules:
             row = []
-            for args in (fast, slow):
-                fn = lambda: run(args, lens, schedule=schedule)
-                row.append(triton.testing.do_bench(fn, warmup=10, rep=50, return_mode="median"))
-            print(f"{name:14s} {str(schedule):18s} fast {row[0]:.4f} ms   slow {row[1]:.4f} ms", flush=True)
+            for shift in (0.0, -6.0):
+                args = inputs(lens, h, h, shift, state=len(lens) > 1)
+                row.append(graphed(partial(run, args, lens, schedule=schedule)))
+            eager = triton.testing.do_bench(
+                partial(run, args, lens, schedule=schedule), warmup=5, rep=30, return_mode="median"
+            )
+            print(f"{name:14s} {schedule!s:18s} fast {row[0]:.4f}  slow {row[1]:.4f}  eager {eager:.4f} ms", flush=True)
+        q, k, v, g, beta, a_log, dt, s0 = args
+        p = launch._Problem(q, k, v, g, beta, a_log, dt, 128**-0.5, BOUND, offsets(tuple(lens)))
+        prepare = graphed(partial(launch._prepare, p))
+        print(f"{name:14s} prepare alone {prepare:.4f} ms", flush=True)
+        del args, q, k, v, g, beta, s0, p
 
 
 def once():
     """One launch for a profiler."""
     for _ in range(2):
-        run(inputs([2048], 96, 96, 0.0, state=False), [2048])
+        run(inputs([2048], 96, 96, 0.0, state=False), [2048], schedule=sys.argv[2] if len(sys.argv) > 2 else None)
     torch.cuda.synchronize()
 
 

@@ -9,6 +9,7 @@ each role alone (factors, state) with the other role replaced by a stub that onl
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 import triton
@@ -24,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from openkda.ops.kda.hopper import launch
 from openkda.ops.kda.hopper.forward import _allocate, factor_partition, state_partition
-
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def empty_steps(q_desc, k_desc, g_desc, v_desc, out_ptr, chunks, STAGES: gl.cons
 
 @gluon.jit
 def state_stub(ops, bars, chunks):
-    v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
+    _, kq_ready, kh_ready, kh_free, tm_ready, free = bars
     for c in range(chunks):
         mbarrier.wait(kh_ready.index(c & 1), (c >> 1) & 1)
         mbarrier.arrive(kh_free.index(c & 1), count=2)
@@ -87,7 +87,7 @@ def no_work(chunks):
 
 @gluon.jit
 def factor_stub(bars, chunks):
-    qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
+    _, _, kq_ready, kh_ready, kh_free, tm_ready, free = bars
     for c in range(chunks):
         mbarrier.wait(kh_free.index(c & 1), ((c >> 1) & 1) ^ 1)
         mbarrier.arrive(kh_ready.index(c & 1), count=1)
@@ -100,7 +100,7 @@ def factor_stub(bars, chunks):
 def role_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, T, HV, scale, bound,
     STATE: gl.constexpr,
-):
+):  # fmt: skip
     """One role of the forward at work, the other signalling only."""
     hv = gl.program_id(0)
     raw, values, work, ops, fbars, sb0, sb1 = _allocate()
@@ -114,7 +114,7 @@ def role_kernel(
                                    1, gl.constexpr(0), gl.constexpr(False), gl.constexpr(1))),
             ],
             [4, 4], [168, 168],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
@@ -124,7 +124,7 @@ def role_kernel(
                 (no_work, (T,)),
             ],
             [4, 4], [168, 168],
-        )
+        )  # fmt: skip
 
 
 def ms(fn):
@@ -133,12 +133,15 @@ def ms(fn):
 
 def chains():
     out = torch.empty(64 * 128, device="cuda")
-    clock = torch.cuda.get_device_properties(0).clock_rate / 1e6 if hasattr(
-        torch.cuda.get_device_properties(0), "clock_rate") else 1.98
+    clock = (
+        torch.cuda.get_device_properties(0).clock_rate / 1e6
+        if hasattr(torch.cuda.get_device_properties(0), "clock_rate")
+        else 1.98
+    )
     for dtype in (gl.bfloat16, gl.float16):
         for n in (64, 128):
             for k in (16, 128):
-                t = [ms(lambda r=r: wgmma_chain[(132,)](out, r, k, n, dtype, num_warps=4)) for r in (2000, 4000)]
+                t = [ms(partial(wgmma_chain[(132,)], out, r, k, n, dtype, num_warps=4)) for r in (2000, 4000)]
                 us = (t[1] - t[0]) / 2
                 print(f"register-A wgmma 64x{n}x{k} {dtype}: {us * 1e3:.1f} ns a dependent step (at {clock:.2f} GHz)")
 
@@ -153,15 +156,16 @@ def main():
     rows = [launch._tiles(x, [64, 128], launch._ROWS) for x in (q, k, g, v)]
     half = [launch._tiles(x, [64, 64], launch._HALF) for x in (v, o)]
     out = torch.empty(256, device="cuda")
+    tail = (o, beta, a_log, dt, t, h, 0.088, -5.0)
     for heads in (96, 12):
         for st in (2, 3):
-            x = ms(lambda: empty_steps[(heads,)](*rows, out, t // 64, st, num_warps=4))
-            print(f"empty step, {st} stages, {heads} heads: {x * 1e3 / (t // 64):.2f} us, {heads * t * 1024 / x / 1e9:.2f} TB/s")
+            x = ms(partial(empty_steps[(heads,)], *rows, out, t // 64, st, num_warps=4))
+            rate = heads * t * 1024 / x / 1e9
+            print(f"empty step, {st} stages, {heads} heads: {x * 1e3 / (t // 64):.2f} us, {rate:.2f} TB/s")
         for state in (False, True):
-            fn = lambda: role_kernel[(heads,)](rows[0], rows[1], rows[2], *half, o, beta, a_log, dt, t, h, 0.088, -5.0,
-                                               state, num_warps=4)
-            x = ms(fn)
-            print(f"{'state' if state else 'factors'} alone, {heads} heads: {x:.3f} ms, {x * 1e3 / (t // 64):.2f} us a step", flush=True)
+            x = ms(partial(role_kernel[(heads,)], *rows[:3], *half, *tail, state, num_warps=4))
+            name = "state" if state else "factors"
+            print(f"{name} alone, {heads} heads: {x:.3f} ms, {x * 1e3 / (t // 64):.2f} us a step", flush=True)
 
 
 if __name__ == "__main__":

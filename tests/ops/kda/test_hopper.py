@@ -28,7 +28,13 @@ SCHEDULES: tuple[Any, ...] = ("fused", "two_pass", ("segments", 2), ("segments",
 
 def bf16(seed: int, **options: Any) -> KDAInputs:
     """K3-shaped inputs on the GPU: 128 channels, everything inside the kernel, tokens rounded to bfloat16."""
-    options = {"K": 128, "gate": "bounded", "use_qk_l2norm": True, "use_beta_sigmoid": True, "unit_keys": False} | options
+    options = {
+        "K": 128,
+        "gate": "bounded",
+        "use_qk_l2norm": True,
+        "use_beta_sigmoid": True,
+        "unit_keys": False,
+    } | options
     return make_inputs(seed, **options).to(dtype=torch.bfloat16, device="cuda")
 
 
@@ -220,7 +226,14 @@ def _compile(kernel: Any, constants: dict[str, Any]) -> tuple[dict[str, int], in
         source = os.path.join(folder, "kernel.ptx")
         with open(source, "w") as file:
             file.write(built.asm["ptx"])
-        command = [os.path.join(tools, "ptxas"), "-v", "-arch=sm_90a", source, "-o", os.path.join(folder, "kernel.cubin")]
+        command = [
+            os.path.join(tools, "ptxas"),
+            "-v",
+            "-arch=sm_90a",
+            source,
+            "-o",
+            os.path.join(folder, "kernel.cubin"),
+        ]
         remarks = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     counts = {n: int(v) for v, n in re.findall(r"(\d+) bytes (spill stores|spill loads)", remarks)}
     return counts, built.metadata.shared, remarks
@@ -251,5 +264,3 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
     assert counts["spill stores"] <= spill and counts["spill loads"] <= spill, remarks
     assert used <= shared
     assert "serialized" not in remarks, remarks  # ptxas serialises wgmma when registers run out
-
-

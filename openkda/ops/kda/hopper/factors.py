@@ -26,7 +26,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
@@ -47,6 +46,8 @@ A2H = gl.constexpr(gl.DotOperandLayout(0, M2.value, 2))
 B2H = gl.constexpr(gl.DotOperandLayout(1, M2.value, 2))
 APH = gl.constexpr(gl.DotOperandLayout(0, MP.value, 2))
 BPH = gl.constexpr(gl.DotOperandLayout(1, MP.value, 2))
+
+
 def _sum_operand(width):
     """B operand of the in-tile sums, as [64, width]: tokens along k."""
     return gl.DistributedLinearLayout(
@@ -55,7 +56,7 @@ def _sum_operand(width):
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, width],
-    )
+    )  # fmt: skip
 
 
 LB = gl.constexpr(_sum_operand(64))
@@ -104,21 +105,21 @@ FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 def _ex2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
 def _rcp(x):
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
 def _rsqrt(x):
     return gl.inline_asm_elementwise(
         "rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -127,7 +128,7 @@ def _scaled(x, f):
     x, f = gl.broadcast(x, f)
     return gl.inline_asm_elementwise(
         "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, f], dtype=gl.float16, is_pure=True, pack=2
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -214,10 +215,7 @@ def _tri(upper: gl.constexpr):
     """fp16 ones on and below the diagonal, or strictly above it."""
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, A3H)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A3H)))[None, None, :]
-    if upper:
-        m = j > i
-    else:
-        m = j <= i
+    m = j > i if upper else j <= i
     return gl.where(m, 1.0, 0.0).to(gl.float16) + gl.full([4, 16, 16], 0.0, gl.float16, A3H)
 
 
@@ -374,7 +372,7 @@ def _scores_to_operands(acc, b_s, m_s, tt_s, scratch):
     _store_lower(m_s, _halves(md, ma), _join_far(m0, m1), 1.0, 1.0)
     th, low = _invert(
         ld, la * bp, _join_far(l0, l1) * b2, lt_s, xp_s.index(0), xp_s.index(1), scratch.index(1), scratch.index(2)
-    )
+    )  # fmt: skip
     blo = b_s.slice(0, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
     bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
     _store_lower(tt_s, th, low, blo, bhi)

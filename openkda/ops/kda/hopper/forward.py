@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from openkda.ops.kda.hopper.factors import (
-    F1, FLAT1, FLAT2, LOG2E, LROW, S64,
-    _clean, _column_slice, _ex2, _far_column, _gates, _no_scores, _rcp, _row_slice, _rsqrt, _scores_to_operands,
-    _square_norm, _store_kh, _store_pair, _tile_factors,
-)
+    F1,
+    FLAT1,
+    FLAT2,
+    LOG2E,
+    LROW,
+    S64,
+    _clean,
+    _column_slice,
+    _ex2,
+    _far_column,
+    _gates,
+    _no_scores,
+    _rcp,
+    _row_slice,
+    _rsqrt,
+    _scores_to_operands,
+    _square_norm,
+    _store_kh,
+    _store_pair,
+    _tile_factors,
+)  # fmt: skip
 
 ACC_T = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 ACC_S = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -37,7 +52,7 @@ def _load_beta(beta_ptr, row0, n, hv, HV):
 @gluon.jit
 def factor_partition(
     q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, bars, row0, length, hq, hv, HV, scale, bound,
-):
+):  # fmt: skip
     """Warpgroup that turns raw chunks into state operands, one chunk ahead of the state."""
     q_s, k_s, g_s = raw
     kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s = work
@@ -161,7 +176,7 @@ def state_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, STAGES: gl.constexpr,
     VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
-):
+):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers.
 
     STATE_IN: 0 zeros, 1 from s0_ptr, 2 the identity. VALUES=False takes v = 0, OUTPUT=False writes no o: from the
@@ -209,10 +224,7 @@ def state_partition(
         r = warpgroup_mma(a, kt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
         sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
         r = warpgroup_mma_wait(0, deps=[r])
-        if VALUES:
-            r = _values(v_c) * sc_t - r
-        else:
-            r = -r
+        r = _values(v_c) * sc_t - r if VALUES else -r
         ar = gl.convert_layout(r.to(gl.float16), A_T)
         mbarrier.wait(tm_ready.index(sb), phase)
         u = warpgroup_mma(ar, tt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -323,7 +335,7 @@ def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, cu_ptr,
     T, HV, groups, scale, bound,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
-):
+):  # fmt: skip
     """One CTA a (sequence, value head): two state warpgroups and one factor warpgroup."""
     pid = gl.program_id(0)
     n_seq = pid // HV
@@ -347,4 +359,4 @@ def kda_forward_kernel(
         ],
         [4, 4],
         [168, 168],
-    )
+    )  # fmt: skip

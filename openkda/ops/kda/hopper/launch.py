@@ -63,18 +63,18 @@ def _prepare(p: _Problem) -> _Operands:
     hv = p.v.shape[2]
     n = p.sequences
     slots = b * triton.cdiv(t, CHUNK) if p.cu_seqlens is None else t // CHUNK + n
-    half = dict(dtype=torch.float16, device=p.q.device)
-    wide = [torch.empty(slots * hv * CHUNK, 128, **half) for _ in range(3)]
-    square = [torch.empty(slots * hv * CHUNK, CHUNK, **half) for _ in range(2)]
+    rows = slots * hv * CHUNK
+    sizes = [(rows, 128)] * 3 + [(rows, CHUNK)] * 2
+    operands = [torch.empty(size, dtype=torch.float16, device=p.q.device) for size in sizes]
     decay = torch.empty(slots * hv, 128, dtype=torch.float32, device=p.q.device)
     desc = tuple(
-        TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [CHUNK, x.shape[1]], _ROWS) for x in wide + square
-    )
+        TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [CHUNK, x.shape[1]], _ROWS) for x in operands
+    )  # fmt: skip
     kda_prepare_kernel[(slots * hv,)](
         *(_tiles(x, [CHUNK, 128], _ROWS) for x in (p.q, p.k, p.g)), *desc, decay, p.beta, p.a_log, p.dt_bias,
         p.beta if p.cu_seqlens is None else p.cu_seqlens, t, hv, hv // h, n, p.scale, p.lower_bound,
         VARLEN=p.cu_seqlens is not None, NP=triton.next_power_of_2(n), num_warps=4,
-    )
+    )  # fmt: skip
     return _Operands(desc, decay)
 
 
@@ -87,7 +87,7 @@ def _scan(p: _Problem, w: _Operands, n, t, cu, s0, st, o, *, state_in: int, valu
         w.decay if s0 is None else s0, w.decay if st is None else st, w.decay if cu is None else cu, t, hv, n,
         STATE_IN=state_in, STATE_OUT=st is not None, VARLEN=cu is not None, NP=triton.next_power_of_2(n),
         SPLIT=split, VALUES=values, OUTPUT=output, num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def _two_pass(p: _Problem, s0, st, o):
@@ -115,12 +115,12 @@ def _segments(p: _Problem, s0, st, o, count: int):
     merge_segments_kernel[(b * hv, 4)](
         transition, local, local if s0 is None else s0, entering, local if st is None else st, count, hv,
         HAS_S0=s0 is not None, HAS_ST=st is not None, BV=32, num_warps=4,
-    )
+    )  # fmt: skip
     _scan(p, w, n, length, cu, entering, None, o, state_in=1)
 
 
 def _fused(p: _Problem, s0, st, o):
-    b, t, h, _ = p.q.shape
+    _, t, h, _ = p.q.shape
     hv = p.v.shape[2]
     kda_forward_kernel[(p.sequences * hv,)](
         *(_tiles(x, [CHUNK, 128], _ROWS) for x in (p.q, p.k, p.g)),
@@ -128,11 +128,11 @@ def _fused(p: _Problem, s0, st, o):
         o if s0 is None else s0, o if st is None else st, p.beta if p.cu_seqlens is None else p.cu_seqlens,
         t, hv, hv // h, p.scale, p.lower_bound,
         STATE_IN=0 if s0 is None else 1, STATE_OUT=st is not None, VARLEN=p.cu_seqlens is not None, num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def forward(q, k, v, g, beta, a_log, dt_bias, *, scale, lower_bound, initial_state=None, final_state=False,
-            cu_seqlens=None, schedule=None):
+            cu_seqlens=None, schedule=None):  # fmt: skip
     """Runs the forward on bf16 inputs (rows may be strided); returns the output and the float32 final state or None.
 
     schedule: "fused", "two_pass", or ("segments", count); None chooses.

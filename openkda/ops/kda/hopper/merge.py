@@ -10,7 +10,7 @@ import triton.language as tl
 def merge_segments_kernel(
     m_ptr, l_ptr, s0_ptr, init_ptr, st_ptr, segments, HV,
     HAS_S0: tl.constexpr, HAS_ST: tl.constexpr, BV: tl.constexpr,
-):
+):  # fmt: skip
     """Entering state of every segment of one (sequence, head) and block of value channels."""
     pid = tl.program_id(0)
     n = pid // HV
@@ -19,10 +19,7 @@ def merge_segments_kernel(
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     tile = k[:, None] * 128 + v[None, :]
     square = k[:, None] * 128 + k[None, :]
-    if HAS_S0:
-        s = tl.load(s0_ptr + pid.to(tl.int64) * 16384 + tile)
-    else:
-        s = tl.zeros([128, BV], tl.float32)
+    s = tl.load(s0_ptr + pid.to(tl.int64) * 16384 + tile) if HAS_S0 else tl.zeros([128, BV], tl.float32)
     for p in range(segments):
         base = ((n * segments + p) * HV + hv).to(tl.int64) * 16384
         tl.store(init_ptr + base + tile, s)

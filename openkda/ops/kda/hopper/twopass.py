@@ -15,10 +15,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from openkda.ops.kda.hopper.factors import (
-    F1, FLAT1, FLAT2, FR, LOG2E, M2, M3, S64, W,
-    _clean, _column_slice, _ex2, _far_column, _gates, _no_scores, _rcp, _row_slice, _rsqrt, _scaled,
-    _scores_to_operands, _square_norm, _store_pair, _sum, _tile_factors,
-)
+    F1,
+    FLAT1,
+    FLAT2,
+    FR,
+    LOG2E,
+    M2,
+    M3,
+    S64,
+    W,
+    _clean,
+    _column_slice,
+    _ex2,
+    _far_column,
+    _gates,
+    _no_scores,
+    _rcp,
+    _row_slice,
+    _rsqrt,
+    _scaled,
+    _scores_to_operands,
+    _square_norm,
+    _store_pair,
+    _sum,
+    _tile_factors,
+)  # fmt: skip
 from openkda.ops.kda.hopper.forward import S128, _bars, _load_beta, state_partition
 
 LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -50,7 +71,7 @@ def _by_length(cu_ptr, n_seqs, rank, NP: gl.constexpr):
 def _prepare_chunk(
     q_desc, k_desc, g_desc, kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
     slot, row0, n, hq, hv, HV, scale, bound,
-):
+):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
     g_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
@@ -127,7 +148,7 @@ def _prepare_chunk(
 def kda_prepare_kernel(
     q_desc, k_desc, g_desc, kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr,
     T, HV, groups, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
-):
+):  # fmt: skip
     """Factors of one chunk and value head; heads fastest, so that neighbours read neighbouring memory."""
     pid = gl.program_id(0)
     slot = pid // HV
@@ -142,8 +163,26 @@ def kda_prepare_kernel(
             stop = gl.load(cu_ptr + seq + 1).to(gl.int32)
             row0 = start + (slot - first) * 64
             _prepare_chunk(
-                q_desc, k_desc, g_desc, kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, beta_ptr, a_log_ptr,
-                dt_ptr, slot, row0, stop - row0, hq, hv, HV, scale, bound,
+                q_desc,
+                k_desc,
+                g_desc,
+                kt_desc,
+                qt_desc,
+                kh_desc,
+                tt_desc,
+                m_desc,
+                dec_ptr,
+                beta_ptr,
+                a_log_ptr,
+                dt_ptr,
+                slot,
+                row0,
+                stop - row0,
+                hq,
+                hv,
+                HV,
+                scale,
+                bound,
             )
     else:
         per = (T + 63) // 64
@@ -151,12 +190,12 @@ def kda_prepare_kernel(
         _prepare_chunk(
             q_desc, k_desc, g_desc, kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, beta_ptr, a_log_ptr,
             dt_ptr, slot, slot // per * T + c * 64, T - c * 64, hq, hv, HV, scale, bound,
-        )
+        )  # fmt: skip
 
 
 @gluon.jit
 def _load_partition(kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr
-):
+):  # fmt: skip
     """One warp that keeps two chunks of operands in flight."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     kq_ready, kh_ready, kh_free, tm_ready, free = bars
@@ -189,7 +228,7 @@ def kda_scan_kernel(
     T, HV, n_seqs,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr, SPLIT: gl.constexpr,
     VALUES: gl.constexpr, OUTPUT: gl.constexpr,
-):
+):  # fmt: skip
     """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels."""
     pid = gl.program_id(0)
     half = 0
@@ -239,7 +278,7 @@ def kda_scan_kernel(
             ],
             [1],
             [40],
-        )
+        )  # fmt: skip
     else:
         v1_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], S128)
         v1_full = _bars(2, 1)
@@ -256,4 +295,4 @@ def kda_scan_kernel(
             ],
             [4, 1],
             [216, 32],
-        )
+        )  # fmt: skip
