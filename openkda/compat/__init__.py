@@ -1,0 +1,1 @@
+"""Drop-in signatures of other libraries, and registration with them. Each module imports its library when asked."""

@@ -1,0 +1,129 @@
+"""The patch of transformers' KDA models: same logits, gradients and tokens; packs kept apart; put back exactly."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openkda.compat import hf
+from openkda.testing.compare import rel
+
+transformers = pytest.importorskip("transformers")
+NAMES = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn")
+MODULES = [importlib.import_module(f"transformers.models.{m}.modeling_{m}") for m in hf.MODELS if m in hf._modules()]
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    yield
+    hf.unpatch()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = transformers.KimiLinearConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, num_local_experts=4, num_experts_per_tok=2, linear_head_dim=16, linear_num_heads=3,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, layer_types=["linear_attention"] * 3 + ["full_attention"],
+        mlp_layer_types=["dense"] + ["sparse"] * 3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.KimiLinearForCausalLM(config).eval()
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_same_logits_and_gradients(model: Any) -> None:
+    x = ids(2, 150)
+    want = model(x, labels=x)
+    want_grads = torch.autograd.grad(want.loss, list(model.parameters()), allow_unused=True)
+    with hf.patched() as names:
+        assert "kimi_linear" in names
+        got = model(x, labels=x)
+        got_grads = torch.autograd.grad(got.loss, list(model.parameters()), allow_unused=True)
+    assert rel(got.logits, want.logits) < 1e-5
+    scale = max(g.norm().item() for g in want_grads if g is not None)
+    for g, w in zip(got_grads, want_grads, strict=True):
+        assert (g is None) == (w is None)
+        if g is not None:
+            assert (g - w).norm().item() < 1e-5 * max(w.norm().item(), 1e-2 * scale)
+
+
+def test_same_tokens_with_cache_and_left_padding(model: Any) -> None:
+    x = ids(3, 40)
+    mask = torch.ones_like(x)
+    for row, pad in enumerate((0, 5, 37)):
+        x[row, :pad], mask[row, :pad] = 0, 0
+    want = model.generate(x, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    with hf.patched():
+        got = model.generate(x, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, want)
+
+
+def test_packed_documents_are_kept_apart(model: Any) -> None:
+    a, b = ids(2, 60)[0], ids(2, 60)[1, :50]
+    position = torch.cat([torch.arange(60), torch.arange(50)])[None]
+    with hf.patched(), torch.no_grad():
+        packed = model(torch.cat([a, b])[None], position_ids=position, cu_seqlens=torch.tensor([0, 60, 110]),
+                       use_cache=False).logits[0]  # fmt: skip
+        alone = [model(t[None]).logits[0] for t in (a, b)]
+    assert rel(packed[:60], alone[0]) < 1e-5
+    assert rel(packed[60:], alone[1]) < 1e-5
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__.rsplit(".", 1)[-1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_functions_of_every_model(module: Any, dtype: torch.dtype) -> None:
+    """With and without a state, several tokens and one; only the rounding of 16-bit outputs may differ."""
+    gen = torch.Generator().manual_seed(2)
+    limit = 1e-5 if dtype == torch.float32 else 3e-3
+    for T in (1, 70):
+        q, k, v = (torch.randn(2, T, 3, 16, generator=gen).to(dtype) for _ in range(3))
+        g, beta = -torch.rand(2, T, 3, 16, generator=gen), torch.rand(2, T, 3, generator=gen).to(dtype)
+        for state in (None, torch.randn(2, 3, 16, 16, generator=gen)):
+            options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+            for name in NAMES[:2]:
+                before = None if state is None else state.clone()
+                want = getattr(module, name)(q, k, v, g=g, beta=beta, **options)
+                with hf.patched():
+                    got = getattr(module, name)(q, k, v, g=g, beta=beta, **options)
+                assert got[0].dtype == dtype
+                assert rel(got[0], want[0]) < limit
+                assert rel(got[1], want[1]) < 1e-5
+                assert before is None or torch.equal(before, state)
+
+
+def test_put_back_exactly_and_harmless_when_repeated() -> None:
+    before = {(m.__name__, n): getattr(m, n) for m in MODULES for n in NAMES}
+    hf.unpatch()
+    first = hf.patch()
+    ours = {(m.__name__, n): getattr(m, n) for m in MODULES for n in NAMES}
+    assert hf.patch() == first
+    assert all(getattr(m, n) is ours[m.__name__, n] is not before[m.__name__, n] for m in MODULES for n in NAMES)
+    with hf.patched():
+        pass
+    assert all(getattr(m, n) is ours[m.__name__, n] for m in MODULES for n in NAMES)  # the outer patch stands
+    hf.unpatch()
+    hf.unpatch()
+    assert all(getattr(m, n) is before[m.__name__, n] for m in MODULES for n in NAMES)
+
+
+def test_an_error_inside_the_block_still_puts_back() -> None:
+    before = getattr(MODULES[0], NAMES[0])
+    with pytest.raises(RuntimeError, match="inside"), hf.patched():
+        raise RuntimeError("inside")
+    assert getattr(MODULES[0], NAMES[0]) is before
+
+
+def test_no_such_models_is_said_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "_modules", dict)
+    with pytest.raises(ImportError, match=r"transformers: expected one of the models kimi_linear.*found"):
+        hf.patch()
