@@ -1,6 +1,6 @@
 """Micro-measurements behind the schedule of the Hopper forward (docs/decisions.md, Hopper).
 
-    python benchmarks/micro_hopper.py [roles]
+    PYTHONPATH=. python benchmarks/micro_hopper.py [roles]
 
 Prints: cycles of a dependent register-A WGMMA, in bf16 and fp16, n = 64 and 128; microseconds a 64-token step of
 each role alone (factors, state) with the other role replaced by a stub that only signals; a TMA-fed empty step.

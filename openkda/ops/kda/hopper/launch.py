@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -16,6 +16,11 @@ from openkda.ops.kda.hopper.twopass import kda_prepare_kernel, kda_scan_kernel
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 CHUNK = 64
+WORKSPACE = 2 << 30
+"""Bytes of prepared chunks alive at once; a longer sequence goes through in windows of tokens, carrying its state."""
+SLOT_BYTES = 65 * 1024
+FEW_CHUNKS = 32
+"""Sequences below this many chunks are not cut into segments: the two extra passes and the merge would not pay."""
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -53,16 +58,36 @@ class _Problem:
     lower_bound: float
     cu_seqlens: torch.Tensor | None
 
+    def window(self, start: int, stop: int) -> _Problem:
+        """Tokens start .. stop of a single dense sequence."""
+        tokens = {n: getattr(self, n)[:, start:stop] for n in ("q", "k", "v", "g", "beta")}
+        return replace(self, **tokens)
+
+    @property
+    def slots(self) -> int:
+        """Chunks of the whole call; an upper bound for a pack, whose lengths only the device knows."""
+        b, t = self.q.shape[:2]
+        return b * triton.cdiv(t, CHUNK) if self.cu_seqlens is None else t // CHUNK + self.sequences
+
     @property
     def sequences(self) -> int:
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
 
+def _pack_width(sequences: int) -> int:
+    """Length of the vector that holds a pack's lengths: few values, so that few kernels are compiled."""
+    return max(16, triton.next_power_of_2(sequences))
+
+
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _prepare(p: _Problem) -> _Operands:
-    b, t, h, _ = p.q.shape
+    _, t, h, _ = p.q.shape
     hv = p.v.shape[2]
     n = p.sequences
-    slots = b * triton.cdiv(t, CHUNK) if p.cu_seqlens is None else t // CHUNK + n
+    slots = p.slots
     rows = slots * hv * CHUNK
     sizes = [(rows, 128)] * 3 + [(rows, CHUNK)] * 2
     operands = [torch.empty(size, dtype=torch.float16, device=p.q.device) for size in sizes]
@@ -73,7 +98,7 @@ def _prepare(p: _Problem) -> _Operands:
     kda_prepare_kernel[(slots * hv,)](
         *(_tiles(x, [CHUNK, 128], _ROWS) for x in (p.q, p.k, p.g)), *desc, decay, p.beta, p.a_log, p.dt_bias,
         p.beta if p.cu_seqlens is None else p.cu_seqlens, t, hv, hv // h, n, p.scale, p.lower_bound,
-        VARLEN=p.cu_seqlens is not None, NP=triton.next_power_of_2(n), num_warps=4,
+        VARLEN=p.cu_seqlens is not None, NP=_pack_width(n), num_warps=4,
     )  # fmt: skip
     return _Operands(desc, decay)
 
@@ -81,18 +106,37 @@ def _prepare(p: _Problem) -> _Operands:
 def _scan(p: _Problem, w: _Operands, n, t, cu, s0, st, o, *, state_in: int, values=True, output=True):
     """One pass over n ranges of t tokens (or cu's), from s0, writing states to st and outputs to o."""
     hv = p.v.shape[2]
-    split = 2 * n * hv <= torch.cuda.get_device_properties(p.q.device).multi_processor_count
+    split = 2 * n * hv <= _sm_count(p.q.device)
     kda_scan_kernel[(n * hv * (2 if split else 1),)](
         *w.descriptors, w.decay, _tiles(p.v, [CHUNK, 64], _HALF), _tiles(o, [CHUNK, 64], _HALF), o,
         w.decay if s0 is None else s0, w.decay if st is None else st, w.decay if cu is None else cu, t, hv, n,
-        STATE_IN=state_in, STATE_OUT=st is not None, VARLEN=cu is not None, NP=triton.next_power_of_2(n),
+        STATE_IN=state_in, STATE_OUT=st is not None, VARLEN=cu is not None, NP=_pack_width(n),
         SPLIT=split, VALUES=values, OUTPUT=output, num_warps=4,
     )  # fmt: skip
 
 
 def _two_pass(p: _Problem, s0, st, o):
-    w = _prepare(p)
-    _scan(p, w, p.sequences, p.q.shape[1], p.cu_seqlens, s0, st, o, state_in=0 if s0 is None else 1)
+    t, hv = p.q.shape[1], p.v.shape[2]
+    if p.slots * hv * SLOT_BYTES <= WORKSPACE or p.cu_seqlens is not None or p.q.shape[0] > 1:
+        _scan(p, _prepare(p), p.sequences, t, p.cu_seqlens, s0, st, o, state_in=0 if s0 is None else 1)
+        return
+    width = max(WORKSPACE // (hv * SLOT_BYTES), 1) * CHUNK
+    carry = torch.empty(1, hv, 128, 128, dtype=torch.float32, device=o.device) if st is None else st
+    for start in range(0, t, width):
+        part = p.window(start, min(start + width, t))
+        entering = s0 if start == 0 else carry  # a program reads its own slice of the state before it writes it
+        state_in = 0 if entering is None else 1
+        _scan(
+            part,
+            _prepare(part),
+            1,
+            part.q.shape[1],
+            None,
+            entering,
+            carry,
+            o[:, start : start + width],
+            state_in=state_in,
+        )
 
 
 def _segments(p: _Problem, s0, st, o, count: int):
@@ -131,6 +175,19 @@ def _fused(p: _Problem, s0, st, o):
     )  # fmt: skip
 
 
+def choose(p: _Problem) -> str | tuple[str, int]:
+    """The schedule, from sizes alone: never from the gate, so that slow and fast decay take the same time."""
+    dense = p.cu_seqlens is None
+    chains = p.sequences * p.v.shape[2]
+    chunks = triton.cdiv(p.q.shape[1], CHUNK)
+    fits = p.slots * p.v.shape[2] * SLOT_BYTES <= WORKSPACE
+    segments = max(min(_sm_count(p.q.device) // chains, chunks // 4), 1)
+    even = p.q.shape[0] == 1 or p.q.shape[1] % (segments * CHUNK) == 0
+    if dense and fits and segments >= 4 and chunks >= FEW_CHUNKS and even:
+        return ("segments", segments)
+    return "two_pass" if fits or (dense and p.q.shape[0] == 1) else "fused"
+
+
 def forward(q, k, v, g, beta, a_log, dt_bias, *, scale, lower_bound, initial_state=None, final_state=False,
             cu_seqlens=None, schedule=None):  # fmt: skip
     """Runs the forward on bf16 inputs (rows may be strided); returns the output and the float32 final state or None.
@@ -141,9 +198,10 @@ def forward(q, k, v, g, beta, a_log, dt_bias, *, scale, lower_bound, initial_sta
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (p.sequences, v.shape[2], 128, 128)
     st = torch.empty(shape, dtype=torch.float32, device=q.device) if final_state else None
+    schedule = choose(p) if schedule is None else schedule
     if schedule == "fused":
         _fused(p, initial_state, st, o)
-    elif schedule == "two_pass" or schedule is None:
+    elif schedule == "two_pass":
         _two_pass(p, initial_state, st, o)
     else:
         _segments(p, initial_state, st, o, schedule[1])
