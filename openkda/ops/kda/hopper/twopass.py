@@ -4,8 +4,8 @@
     scan      a CTA per (sequence, head), two state warpgroups   v, workspace -> o, final state
               and a loading warp, two stages
 
-Eight tokens' worth of extra traffic per token against the fused kernel, but the factors, which are what limits the
-fused kernel, use every SM however few the heads. The workspace is 65 KB per chunk and head.
+Eight more token tensors of traffic than the fused kernel, but the factors, which are what limits the fused kernel,
+use every SM however few the heads. The workspace is 65 KB per chunk and head.
 """
 
 from __future__ import annotations
