@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
 
 import torch
 from torch import Tensor
+
+
+_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def triton_refusals(x: Tensor) -> list[str]:
     """Why no Triton kernel can run on x; empty when one can. TRITON_INTERPRET=1 allows CPU tensors, except
     bfloat16, which the interpreter computes wrongly."""
     reasons = []
-    if not _installed():
+    if not _INSTALLED:
         reasons.append("triton is not installed")
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if not x.is_cuda and not interpreted:
@@ -24,8 +26,3 @@ def triton_refusals(x: Tensor) -> list[str]:
     if x.dtype == torch.float64:
         reasons.append("float64 inputs")
     return reasons
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -11,7 +11,6 @@ Source: Kimi Linear report (arXiv 2510.26692) eq. 1; Kimi K3 report, section 2.1
 
 from __future__ import annotations
 
-import importlib
 import logging
 from functools import cache
 from types import ModuleType
@@ -155,9 +154,19 @@ def _default_state_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-@cache
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"openkda.ops.kda.{name}")
+    """Written out, because torch.compile follows an import statement but not importlib."""
+    if name == "hopper":
+        from openkda.ops.kda import hopper as module
+    elif name == "triton":
+        from openkda.ops.kda import triton as module
+    elif name == "triton_exact":
+        from openkda.ops.kda import triton_exact as module
+    elif name == "chunkwise":
+        from openkda.ops.kda import chunkwise as module
+    else:
+        from openkda.ops.kda import reference as module
+    return module
 
 
 def _choose(call: KDACall, impl: str | None) -> ModuleType:
@@ -173,7 +182,8 @@ def _choose(call: KDACall, impl: str | None) -> ModuleType:
     for name in IMPLEMENTATIONS if call.q.is_cuda else ("chunkwise",):
         reasons = _module(name).refusals(call)
         if not reasons:
-            _log_once(name, call.q.device.type, tuple(skipped))
+            if not torch.compiler.is_compiling():
+                _log_once(name, call.q.device.type, tuple(skipped))
             return _module(name)
         skipped.append(f"not {name}: {', '.join(reasons)}")
     raise NotImplementedError("no implementation can run this call: " + "; ".join(skipped))

@@ -9,7 +9,6 @@ activations' dtype, so that prefill by those ops and decoding by this one agree.
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import NoReturn
 
@@ -136,12 +135,21 @@ def _check_state(call: BlockCall) -> None:
             _bad("slots.dtype", "int32 or int64", call.slots.dtype, TypeError)
 
 
+def _module(name: str) -> ModuleType:
+    """Written out, because torch.compile follows an import statement but not importlib."""
+    if name == "triton":
+        from openkda.ops.kda_block import triton as module
+    else:
+        from openkda.ops.kda_block import reference as module
+    return module
+
+
 def _choose(call: BlockCall, impl: str | None) -> ModuleType:
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
     reasons: list[str] = []
     for name in (IMPLEMENTATIONS if call.q.is_cuda else ("reference",)) if impl is None else (impl,):
-        module = importlib.import_module(f"openkda.ops.kda_block.{name}")
+        module = _module(name)
         refused = module.refusals(call)
         if not refused:
             return module

@@ -11,7 +11,6 @@ head size in it. Source: Kimi Linear modelling code; Kimi K3 report, section 2.1
 
 from __future__ import annotations
 
-import importlib
 import math
 from types import ModuleType
 
@@ -91,12 +90,21 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
         raise ValueError(f"eps: expected a finite number >= 0, received {eps}")
 
 
+def _module(name: str) -> ModuleType:
+    """Written out, because torch.compile follows an import statement but not importlib."""
+    if name == "triton":
+        from openkda.ops.norm import triton as module
+    else:
+        from openkda.ops.norm import reference as module
+    return module
+
+
 def _choose(x: Tensor, impl: str | None) -> ModuleType:
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
     reasons: list[str] = []
     for name in (IMPLEMENTATIONS if x.is_cuda else ("reference",)) if impl is None else (impl,):
-        module = importlib.import_module(f"openkda.ops.norm.{name}")
+        module = _module(name)
         refused = module.refusals(x)
         if not refused:
             return module

@@ -8,7 +8,6 @@ Source: Kimi Linear report, section 3; weight layout of the published checkpoint
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import NoReturn
 
@@ -114,12 +113,21 @@ def _check_state(name: str, state: Tensor, x: Tensor, shape: tuple[int, ...]) ->
         _bad(f"{name}.device", f"{x.device} (that of x)", state.device)
 
 
+def _module(name: str) -> ModuleType:
+    """Written out, because torch.compile follows an import statement but not importlib."""
+    if name == "triton":
+        from openkda.ops.short_conv import triton as module
+    else:
+        from openkda.ops.short_conv import reference as module
+    return module
+
+
 def _choose(x: Tensor, impl: str | None) -> ModuleType:
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
     reasons: list[str] = []
     for name in (IMPLEMENTATIONS if x.is_cuda else ("reference",)) if impl is None else (impl,):
-        module = importlib.import_module(f"openkda.ops.short_conv.{name}")
+        module = _module(name)
         refused = module.refusals(x)
         if not refused:
             return module

@@ -13,7 +13,6 @@ Error on bfloat16 inputs: 1.9e-3 of the output (bfloat16's own rounding is 1.7e-
 from __future__ import annotations
 
 import importlib.metadata
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -73,18 +72,19 @@ def _device_refusals(device: torch.device) -> list[str]:
     reasons = []
     if torch.cuda.get_device_capability(device) != (9, 0):
         reasons.append(f"compute capability 9.0, received {torch.cuda.get_device_capability(device)}")
-    release = _triton_release()
-    if release != TRITON_RELEASE:
-        reasons.append(f"Gluon of Triton {TRITON_RELEASE}, received {release or 'no Triton'}")
+    if _INSTALLED_RELEASE != TRITON_RELEASE:
+        reasons.append(f"Gluon of Triton {TRITON_RELEASE}, received {_INSTALLED_RELEASE or 'no Triton'}")
     return reasons
 
 
-@cache
 def _triton_release() -> str:
     try:
         return ".".join(importlib.metadata.version("triton").split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+_INSTALLED_RELEASE = _triton_release()  # read once, and not where torch.compile would have to follow
 
 
 def _option_refusals(call: KDACall) -> list[str]:

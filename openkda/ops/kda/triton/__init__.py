@@ -44,7 +44,7 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
     from openkda.ops.kda.triton import register
 
     if call.needs_grad:
-        importlib.import_module("openkda.ops.kda.triton.autograd")  # hangs the backward on the op
+        from openkda.ops.kda.triton import autograd  # noqa: F401  (hangs the backward on the op)
     A_log, dt_bias = register.as_tensor_pair(call.gate)
     kind = 0 if call.gate is None else 2 if isinstance(call.gate, BoundedGate) else 1
     bound = call.gate.lower_bound if isinstance(call.gate, BoundedGate) else 0.0

@@ -74,7 +74,7 @@ def backward(a: Args, do: Tensor | None, ds1: Tensor | None, want_ds0: bool) -> 
     products_kernel[(saves * HV,)](
         a.beta, a.cu, do, u, dd, s, ds, d, wide, both, dbeta,
         *a.beta.stride(), *do_strides, T, N, saves, a.scale,
-        BK=BK, V=V, BV=min(64, padded(V)), C=C, SIGMOID=a.sigmoid, HAS_DO=do is not None,
+        BK=BK, V=V, BV=min(16 if a.exact else 64, padded(V)), C=C, SIGMOID=a.sigmoid, HAS_DO=do is not None,
         OP=_TL[store], PREC=prec, num_warps=8, **common,
     )  # fmt: skip
     del s, ds, u

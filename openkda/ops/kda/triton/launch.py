@@ -90,6 +90,11 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def packed(x: Tensor | None) -> Tensor | None:
+    """Offsets and slots may be a column of a table."""
+    return None if x is None else x.contiguous()
+
+
 def forward(a: Args) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, final states or None, states at positions or None); with an index the pool `a.state` is written in place."""
     B, T, _, HV, _, V = a.sizes
@@ -163,7 +168,7 @@ def _pass(
     N, BK, C = a.num_sequences, padded(K), CHUNK
     slots = B * triton.cdiv(T, C) if a.cu is None else T // C + N
     op = torch.float32 if a.exact else torch.float16
-    scaled = not a.l2norm and not a.exact
+    scaled = not a.l2norm
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
     kd, qd, ke = (new(HV, slots, C, BK, dtype=op) for _ in range(3))
     tm, decay = new(HV, slots, 2, C, C), new(HV, slots, BK)

@@ -241,7 +241,9 @@ def prepare_kernel(
     A = tl.clamp(A, -A_LIMIT, A_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     X = _invert(A, C, INNER_PREC if tl.float32 == OP else "tf32x3")
     if SCALED:
-        X = X * k_up[:, None] * (beta * k_up)[None, :]
+        # the limits keep absurd tokens finite: their weight in earlier tokens is 0, and 0 * inf would not be
+        X = X * k_up[:, None] * tl.clamp(beta * k_up, -X_LIMIT, X_LIMIT, propagate_nan=tl.PropagateNan.ALL)[None, :]
+        X = tl.clamp(X, -X_LIMIT, X_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         t_down, t_up = power_of_two(tl.max(tl.abs(X), axis=1), 0)
         X *= t_down[:, None]
         tl.store(token_p + (block * 3 + 0) * C + t, 1.0 / k_up)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openkda.ops.kda.triton.launch import Args, forward, new_states, unit_stride
+from openkda.ops.kda.triton.launch import Args, forward, new_states, packed, unit_stride
 
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu"
@@ -27,8 +27,8 @@ _LIBRARY.define(
 def _kda(q, k, v, g, beta, A_log, dt_bias, cu, state, positions, gate, bound, scale, l2norm, sigmoid, want_state, v_first,
          state_dtype, exact):  # fmt: skip
     a = Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, state, None, positions,
-        gate, bound, scale, l2norm, sigmoid, want_state, v_first, state_dtype, exact, False,
+        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
+        packed(cu), state, None, packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first, state_dtype, exact, False,
     )  # fmt: skip
     o, final, kept = forward(a)
     empty = o.new_empty(0)
@@ -38,8 +38,8 @@ def _kda(q, k, v, g, beta, A_log, dt_bias, cu, state, positions, gate, bound, sc
 def _kda_pool(q, k, v, g, beta, A_log, dt_bias, cu, pool, index, positions, gate, bound, scale, l2norm, sigmoid,
               want_state, v_first, exact, skip):  # fmt: skip
     a = Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, pool, index, positions,
-        gate, bound, scale, l2norm, sigmoid, want_state, v_first, pool.dtype, exact, skip,
+        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
+        packed(cu), pool, packed(index), packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first, pool.dtype, exact, skip,
     )  # fmt: skip
     o, _, kept = forward(a)
     return o, o.new_empty(0) if kept is None else kept

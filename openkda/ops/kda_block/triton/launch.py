@@ -25,6 +25,7 @@ _LIBRARY.define(f"kda_block_all({_TOKENS}, {_STATES}, Tensor? slots, {_NUMBERS})
 def _launch(
     q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, old, new, slots, states, gate, bound, norm_eps, scale
 ):
+    slots = None if slots is None else slots.contiguous()
     N, T, HV, K = g.shape
     V, H = og.shape[3], q.shape[2] // K
     y = v.new_empty(N, T, HV, V)
@@ -39,10 +40,15 @@ def _launch(
             *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
             T, bound, EPS, norm_eps, scale,
             H=H, GROUP=HV // H, K=K, BK=BK, V=V, BV=BV, W=wq.shape[1], GATE=gate, HAS_A=A_log is not None,
-            HAS_DT=dt_bias is not None, INDEXED=slots is not None, KEEP_ALL=states is not None,
-            num_warps=8 if BK * BV >= 128 * 128 else 4,
+            HAS_DT=dt_bias is not None, INDEXED=slots is not None, KEEP_ALL=states is not None, ONE=T == 1,
+            num_warps=block_warps(T, BK * BV),
         )  # fmt: skip
     return y
+
+
+def block_warps(T: int, tile: int) -> int:
+    """Warps of `block_kernel` for a state tile of so many entries."""
+    return 8 if T == 1 and tile >= 128 * 128 else 4
 
 
 def _pool(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, slots, gate, bound, norm_eps, scale):

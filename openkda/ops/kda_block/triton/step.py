@@ -51,6 +51,20 @@ def _store_window(p, stride_w, a, b, c, mask, W: tl.constexpr):
     tl.store(p + (W - 2) * stride_w, c.to(p.dtype.element_ty), mask)
 
 
+@triton.jit
+def _head(
+    S, q, k, v, z, beta, og, norm, rate, bound, eps, norm_eps, scale, m_v, V: tl.constexpr, GATE: tl.constexpr,
+    OUT: tl.constexpr,
+):  # fmt: skip
+    """One token of one value head, from the convolved q, k, v to the gated norm: (new S, y)."""
+    S, o = delta_step(
+        S, unit_length(q, eps), unit_length(k, eps), v, log2_decay(z, rate, bound, GATE), sigmoid(beta)
+    )
+    o = (o * scale).to(OUT).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(tl.where(m_v, o * o, 0.0), axis=0) / V + norm_eps)
+    return S, (o * norm * sigmoid(og)).to(OUT)
+
+
 @triton.jit(do_not_specialize=["T", "sbb", "sbt", "sbh"])
 def block_kernel(
     q_p, k_p, v_p, g_p, beta_p, og_p, y_p,
@@ -62,7 +76,7 @@ def block_kernel(
     T, bound, eps, norm_eps, scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     W: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, INDEXED: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
+    KEEP_ALL: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, query head); T tokens, GROUP value heads one after the other."""
     pid = tl.program_id(0)
@@ -74,6 +88,7 @@ def block_kernel(
     m_v = x < V
     m_s = m_k[:, None] & m_v[None, :]
     HV: tl.constexpr = H * GROUP
+    OUT: tl.constexpr = y_p.dtype.element_ty
     place = row
     if INDEXED:
         place = tl.load(slots_p + row).to(tl.int64)
@@ -103,27 +118,41 @@ def block_kernel(
             rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)
         qa, qb, qc = qa0, qb0, qc0
         ka, kb, kc = ka0, kb0, kc0
-        for t in range(T):
-            q = tl.load(q_p + row * sqn + t * sqt + chan, m_k, other=0.0).to(tl.float32)
-            k = tl.load(k_p + row * skn + t * skt + chan, m_k, other=0.0).to(tl.float32)
-            v = tl.load(v_p + row * svn + t * svt + vchan, m_v, other=0.0).to(tl.float32)
-            z = tl.load(g_p + row * sgn + t * sgt + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
-            beta = sigmoid(tl.load(beta_p + row * sbb + t * sbt + h * sbh).to(tl.float32))
-            og = tl.load(og_p + row * son + t * sot + h * soh + x, m_v, other=0.0).to(tl.float32)
-            yq = _conv(qa, qb, qc, q, wqa, wqb, wqc, wqx).to(q_p.dtype.element_ty).to(tl.float32)
-            yk = _conv(ka, kb, kc, k, wka, wkb, wkc, wkx).to(k_p.dtype.element_ty).to(tl.float32)
-            yv = _conv(va, vb, vc, v, wva, wvb, wvc, wvx).to(v_p.dtype.element_ty).to(tl.float32)
+        if ONE:  # the common step without a loop: the loop's carried windows would cost 8 warps their registers
+            q = tl.load(q_p + row * sqn + chan, m_k, other=0.0).to(tl.float32)
+            k = tl.load(k_p + row * skn + chan, m_k, other=0.0).to(tl.float32)
+            v = tl.load(v_p + row * svn + vchan, m_v, other=0.0).to(tl.float32)
+            z = tl.load(g_p + row * sgn + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
+            beta = tl.load(beta_p + row * sbb + h * sbh).to(tl.float32)
+            og = tl.load(og_p + row * son + h * soh + x, m_v, other=0.0).to(tl.float32)
+            yq = _conv(qa, qb, qc, q, wqa, wqb, wqc, wqx).to(OUT).to(tl.float32)
+            yk = _conv(ka, kb, kc, k, wka, wkb, wkc, wkx).to(OUT).to(tl.float32)
+            yv = _conv(va, vb, vc, v, wva, wvb, wvc, wvx).to(OUT).to(tl.float32)
             qa, qb, qc = qb, qc, q
             ka, kb, kc = kb, kc, k
             va, vb, vc = vb, vc, v
-            decay = log2_decay(z, rate, bound, GATE)
-            S, o = delta_step(S, unit_length(yq, eps), unit_length(yk, eps), yv, decay, beta)
-            o = (o * scale).to(y_p.dtype.element_ty).to(tl.float32)
-            o *= tl.rsqrt(tl.sum(tl.where(m_v, o * o, 0.0), axis=0) / V + norm_eps)
-            y = (o * norm * sigmoid(og)).to(y_p.dtype.element_ty)
-            tl.store(y_p + ((row * T + t) * HV + h) * V + x, y, m_v)
+            S, y = _head(S, yq, yk, yv, z, beta, og, norm, rate, bound, eps, norm_eps, scale, m_v, V, GATE, OUT)
+            tl.store(y_p + (row * HV + h) * V + x, y, m_v)
             if KEEP_ALL:
-                tl.store(all_p + ((row * T + t) * HV + h) * (K * V) + c[:, None] * V + x[None, :], S, m_s)
+                tl.store(all_p + (row * HV + h) * (K * V) + c[:, None] * V + x[None, :], S, m_s)
+        else:
+            for t in range(T):
+                q = tl.load(q_p + row * sqn + t * sqt + chan, m_k, other=0.0).to(tl.float32)
+                k = tl.load(k_p + row * skn + t * skt + chan, m_k, other=0.0).to(tl.float32)
+                v = tl.load(v_p + row * svn + t * svt + vchan, m_v, other=0.0).to(tl.float32)
+                z = tl.load(g_p + row * sgn + t * sgt + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
+                beta = tl.load(beta_p + row * sbb + t * sbt + h * sbh).to(tl.float32)
+                og = tl.load(og_p + row * son + t * sot + h * soh + x, m_v, other=0.0).to(tl.float32)
+                yq = _conv(qa, qb, qc, q, wqa, wqb, wqc, wqx).to(OUT).to(tl.float32)
+                yk = _conv(ka, kb, kc, k, wka, wkb, wkc, wkx).to(OUT).to(tl.float32)
+                yv = _conv(va, vb, vc, v, wva, wvb, wvc, wvx).to(OUT).to(tl.float32)
+                qa, qb, qc = qb, qc, q
+                ka, kb, kc = kb, kc, k
+                va, vb, vc = vb, vc, v
+                S, y = _head(S, yq, yk, yv, z, beta, og, norm, rate, bound, eps, norm_eps, scale, m_v, V, GATE, OUT)
+                tl.store(y_p + ((row * T + t) * HV + h) * V + x, y, m_v)
+                if KEEP_ALL:
+                    tl.store(all_p + ((row * T + t) * HV + h) * (K * V) + c[:, None] * V + x[None, :], S, m_s)
         if not KEEP_ALL:
             p_s1 = s1_p + place * s1n + h * s1h + c[:, None] * s1k + x[None, :]
             tl.store(p_s1, S.to(s1_p.dtype.element_ty), m_s)

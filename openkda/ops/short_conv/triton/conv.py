@@ -99,7 +99,7 @@ def step_kernel(
     m = d < D
     y = tl.zeros([BD], tl.float32)
     for j in tl.static_range(W):
-        if j < W - 1:
+        if j < W - 1:  # noqa: SIM108 (a conditional expression would load both)
             x = tl.load(s_p + n * ssn + d * ssd + j * ssw, m, other=0.0)
         else:
             x = tl.load(x_p + n * sxn + d, m, other=0.0)

@@ -16,7 +16,7 @@ _LIBRARY.define("short_conv_step(Tensor x, Tensor weight, Tensor state, bool sil
 
 def _conv(x: Tensor, weight: Tensor, state: Tensor | None, cu: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    weight = weight.contiguous()
+    weight, cu = weight.contiguous(), None if cu is None else cu.contiguous()
     B, T, D = x.shape
     W = weight.shape[1]
     N = B if cu is None else cu.numel() - 1

@@ -1,0 +1,216 @@
+"""The op functions of fla-core 0.6.0 on top of `openkda.kda`."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import torch
+from torch import Tensor
+
+from openkda.compat.fla.gates import fused_kda_gate
+from openkda.ops.kda.api import KDAOutput, kda
+from openkda.ops.kda.gate import LOWER_BOUND_RANGE, BoundedGate, Gate, SoftplusGate
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, ...]:
+    """(o, final_state) or, with return_intermediate_states, (o, final_state, h [B, NT, HV, K, V] in k's dtype).
+
+    Layouts: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K], natural log decay or, with use_gate_in_kernel, raw;
+    beta [B, T, HV]; states [N, HV, K, V] float32, [N, HV, V, K] with state_v_first. A_log [HV] or [1, 1, HV, 1].
+    chunk_size (32 or 64) decides where h is taken: before every chunk.
+
+    Accepted, with nothing to do here: safe_gate (which path is exact follows from the gate: an activated g without a
+    bound takes the exact one), disable_recompute, use_graph and max_num_seqs (every call can be captured),
+    cu_seqlens_cpu (only h reads lengths on the host).
+    Raises: NotImplementedError for cp_context; ValueError as fla does, showing expected and received.
+    """
+    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, lower_bound)
+    if cp_context is not None:
+        raise NotImplementedError("cp_context: context parallelism is not part of this function")
+    if chunk_size not in (32, 64):
+        raise ValueError(f"chunk_size: expected 32 or 64, received {chunk_size}")
+    if safe_gate and use_gate_in_kernel and (lower_bound is None or not -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound: expected a value in [-5, 0) with safe_gate=True, received {lower_bound}")
+    if use_graph and max_num_seqs is not None and cu_seqlens is not None and len(cu_seqlens) != max_num_seqs + 1:
+        raise ValueError(f"cu_seqlens: expected max_num_seqs + 1 = {max_num_seqs + 1} entries, received {len(cu_seqlens)}")
+    state_v_first = _layout(state_v_first, transpose_state_layout)
+    positions = None
+    if return_intermediate_states:
+        if torch.is_grad_enabled():
+            raise ValueError("return_intermediate_states: expected torch.inference_mode() or no_grad(), gradients are enabled")
+        chunks = _chunks(q, cu_seqlens, cu_seqlens_cpu, chunk_size)
+        positions = torch.tensor([p for _, p in chunks if p >= 0], dtype=torch.int64, device=q.device)
+    out = _kda(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens, positions,
+    )  # fmt: skip
+    if not return_intermediate_states:
+        return out.output, out.final_state
+    return out.output, out.final_state, _intermediate(out, chunks, q, k, initial_state)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, final_state); arguments as in `chunk_kda`. Short calls run token by token on a GPU by themselves."""
+    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, lower_bound)
+    state_v_first = _layout(state_v_first, transpose_state_layout)
+    out = _kda(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens, None,
+    )  # fmt: skip
+    return out.output, out.final_state
+
+
+def naive_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, final_state) by the token loop, for normalised q and k, log decay g and beta in [0, 1]; any device."""
+    out = kda(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state, impl="reference"
+    )  # fmt: skip
+    return out.output, out.final_state
+
+
+def naive_chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """As `naive_recurrent_kda`, by torch matmuls over chunks. T need not be a multiple of chunk_size: it is checked to be
+    positive and otherwise has no effect on the result."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected a positive number, received {chunk_size}")
+    out = kda(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state, impl="chunkwise"
+    )  # fmt: skip
+    return out.output, out.final_state
+
+
+def _check_flags(
+    sigmoid: bool, negative: bool, gate: bool, A_log: Tensor | None, lower_bound: float | None
+) -> None:
+    if negative and not sigmoid:
+        raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, received False")
+    if gate and A_log is None and lower_bound is None:
+        raise ValueError("A_log: expected a tensor of HV values with use_gate_in_kernel=True and no lower_bound, received None")
+
+
+def _layout(v_first: bool, old: bool | None) -> bool:
+    if old is None:
+        return v_first
+    if v_first:
+        raise ValueError("state_v_first, transpose_state_layout: expected one of them, received both")
+    warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
+    return old
+
+
+def _kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    scale: float | None, initial_state: Tensor | None, output_final_state: bool, l2norm: bool, use_gate: bool,
+    sigmoid: bool, negative: bool, lower_bound: float | None, v_first: bool, cu_seqlens: Tensor | None,
+    positions: Tensor | None,
+) -> KDAOutput:  # fmt: skip
+    gate: Gate | None = None
+    if use_gate:
+        A, dt = (None if t is None else t.float() for t in (A_log, dt_bias))
+        low, high = LOWER_BOUND_RANGE
+        if lower_bound is None:
+            assert A is not None  # for the type checker: `_check_flags` made sure of it
+            gate = SoftplusGate(A, dt)
+        elif low <= lower_bound < high:
+            gate = BoundedGate(lower_bound, A, dt)
+        else:  # outside the range of the fast path: an activated gate takes the exact one
+            g = fused_kda_gate(g, A_log, dt_bias, lower_bound)
+    if negative:
+        beta, sigmoid = 2 * torch.sigmoid(beta.float()), False
+    return kda(
+        q, k, v, g, beta, gate=gate, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens, use_qk_l2norm=l2norm, use_beta_sigmoid=sigmoid, state_positions=positions,
+        state_v_first=v_first,
+    )  # fmt: skip
+
+
+def _chunks(q: Tensor, cu: Tensor | None, cu_cpu: Tensor | None, size: int) -> list[tuple[int, int]]:
+    """(sequence, flat position of the token before the chunk; -1: none) of every chunk, in order."""
+    B, T = q.shape[:2]
+    bounds = [b * T for b in range(B + 1)] if cu is None else (cu if cu_cpu is None else cu_cpu).tolist()
+    return [
+        (n, t - 1 if t > start else -1)
+        for n, (start, end) in enumerate(itertools.pairwise(bounds))
+        for t in range(start, end, size)
+    ]
+
+
+def _intermediate(
+    out: KDAOutput, chunks: list[tuple[int, int]], q: Tensor, k: Tensor, initial_state: Tensor | None
+) -> Tensor:
+    kept = out.states_at
+    assert kept is not None  # for the type checker: positions were asked for
+    sequence = torch.tensor([n for n, _ in chunks], dtype=torch.int64, device=q.device)
+    first = torch.tensor([p < 0 for _, p in chunks], dtype=torch.bool, device=q.device)
+    h = kept.new_zeros(len(chunks), *kept.shape[1:])
+    if initial_state is not None:
+        h = initial_state.to(h.dtype).index_select(0, sequence)
+    h[~first] = kept
+    return h.to(k.dtype).unflatten(0, (q.shape[0], -1)) if chunks else h.to(k.dtype).unsqueeze(0)

@@ -1,0 +1,201 @@
+"""The Triton kernels on a GPU: the shared cases in every dtype, the laws by the bit, graphs, and the sizes that overflow."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton_checks as checks
+from triton_checks import BF16, F16, F32
+
+from openkda.ops.kda.api import kda, kda_step
+from openkda.ops.kda.gate import BoundedGate, SoftplusGate
+from openkda.ops.kda_block.api import BlockState, kda_block
+from openkda.testing.cases import kda_cases
+from openkda.testing.compare import check_close, rel
+from openkda.testing.inputs import KDAInputs, make_inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DTYPES = [BF16, F16, F32]
+CASES = kda_cases()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("i", range(0, len(CASES), 8), ids=lambda i: CASES[i].id)
+def test_case(i: int, dtype: torch.dtype) -> None:
+    checks.check_case(CASES[i], "cuda", dtype)
+
+
+@pytest.mark.parametrize("i", range(3, len(CASES), 40), ids=lambda i: CASES[i].id)
+def test_exact_operands_on_bfloat16(i: int) -> None:
+    x = CASES[i].inputs().to(dtype=BF16, device="cuda")
+    got, want = checks.run(x, "triton_exact"), checks.reference(x)
+    check_close("output", got.output, want.output, 2e-3)  # bfloat16's own rounding
+    check_close("state", got.final_state, want.final_state, 1e-4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.check_positions, checks.check_step, checks.check_bf16_states, checks.check_strides, checks.check_laws,
+        checks.check_absurd_future, checks.check_splits, checks.check_block, checks.check_conv_and_norms,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_law(check: Any, dtype: torch.dtype) -> None:
+    check("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T", [3, 40])
+def test_pool(T: int, dtype: torch.dtype) -> None:
+    checks.check_pool("cuda", dtype, T)
+
+
+@pytest.mark.parametrize("K, V", [(128, 128), (256, 64), (100, 200), (8, 256), (60, 96)])
+def test_sizes(K: int, V: int) -> None:
+    for dtype in (BF16, F32):
+        x = make_inputs(0, T=70, K=K, V=V, gate="softplus", use_qk_l2norm=True).to(dtype=dtype, device="cuda")
+        got, want = checks.run(x), checks.reference(x)
+        check_close("output", got.output, want.output, checks.LIMITS[dtype][0])
+        check_close("state", got.final_state, want.final_state, checks.LIMITS[dtype][1])  # type: ignore[arg-type]
+
+
+def test_goal_accuracy() -> None:
+    """The promise for both gates at K = V = 128, over shifted, uniform and per-channel gates: 3e-3 and 1e-3."""
+    names = ("-8", "-4", "0", "4", "8", "uniform", "channels")
+    gen = torch.Generator().manual_seed(0)
+    z = torch.randn(1, 512, len(names), 128, generator=gen)
+    for i, name in enumerate(names[:5]):
+        z[:, :, i] += float(name)
+    z[:, :, 5] = torch.rand(1, 512, 128, generator=gen) * 16 - 8
+    z[:, :, 6] += torch.rand(128, generator=gen) * 16 - 8
+    for gate in ("bounded", "softplus"):
+        x = make_inputs(0, T=512, H=len(names), K=128, gate=gate, use_qk_l2norm=True, use_beta_sigmoid=True)
+        x.g = z
+        assert x.gate is not None
+        A_log, dt = torch.zeros(len(names)), torch.zeros(len(names), 128)
+        x.gate = BoundedGate(-5.0, A_log, dt) if gate == "bounded" else SoftplusGate(A_log, dt)
+        x = x.to(dtype=BF16, device="cuda")
+        got, want = checks.run(x), checks.reference(x)
+        for i, name in enumerate(names):
+            assert rel(got.output[:, :, i], want.output[:, :, i]) < 3e-3, (gate, name)
+            assert rel(got.final_state[:, i], want.final_state[:, i]) < 1e-3, (gate, name)  # type: ignore[index]
+
+
+def test_many_members() -> None:
+    """70000 members, empty ones among them; a random sample of 50 against each alone."""
+    gen = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 4, (70000,), generator=gen)
+    lengths[-1] = 1
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).cuda()
+    x = make_inputs(0, T=int(cu[-1]), K=16, initial_state=False).to(dtype=F32, device="cuda")
+    got = checks.run(x, cu_seqlens=cu)
+    for n in torch.randint(0, 70000, (50,), generator=gen).tolist():
+        part = slice(int(cu[n]), int(cu[n + 1]))
+        one = KDAInputs(**{**x.__dict__, **{m: getattr(x, m)[:, part] for m in ("q", "k", "v", "g", "beta")}})
+        want = checks.reference(one)
+        check_close(f"state {n}", got.final_state[n : n + 1], want.final_state, 2e-5)  # type: ignore[index, arg-type]
+        check_close(f"output {n}", got.output[:, part], want.output, 2e-5)
+
+
+def test_more_than_2_31_elements() -> None:
+    """The last tokens of a call whose tensors pass 2^31 elements, in windows, equal the same tokens from the state before."""
+    H, K, T = 96, 128, 176_000
+    gen = torch.Generator("cuda").manual_seed(0)
+    q, k, v, g = (torch.randn(1, T, H, K, generator=gen, device="cuda", dtype=BF16) for _ in range(4))
+    beta = torch.randn(1, T, H, generator=gen, device="cuda", dtype=BF16)
+    options: dict[str, Any] = {"gate": BoundedGate(), "use_qk_l2norm": True, "use_beta_sigmoid": True, "output_final_state": True}
+    cut = T - 160
+    with torch.no_grad():
+        whole = kda(q, k, v, g, beta, impl="triton", **options)
+        before = kda(*(t[:, :cut] for t in (q, k, v, g, beta)), impl="triton", **options)
+        rest = kda(
+            *(t[:, cut:] for t in (q, k, v, g, beta)), impl="triton", initial_state=before.final_state, **options
+        )  # fmt: skip
+    assert torch.equal(whole.output[:, cut:], rest.output) and torch.equal(whole.final_state, rest.final_state)  # type: ignore[arg-type]
+
+
+def test_graph_with_padded_rows() -> None:
+    """A captured step, replayed with other slots and fewer live rows, equals the eager one by the bit; other slots stay."""
+    x = make_inputs(0, B=6, T=1, K=32, H=2).to(dtype=BF16, device="cuda")
+    tokens = [t[:, 0].contiguous() for t in (x.q, x.k, x.v, x.g, x.beta)]
+    pool = torch.randn(9, 2, 32, 32, device="cuda")
+    slots = torch.tensor([0, 1, 2, 3, 4, 5], device="cuda")
+    with torch.no_grad():
+        kda_step(*tokens, pool.clone(), gate=x.gate, state_indices=slots, impl="triton")
+        graph, static = torch.cuda.CUDAGraph(), pool.clone()
+        with torch.cuda.graph(graph):
+            o, _ = kda_step(*tokens, static, gate=x.gate, state_indices=slots, impl="triton")
+        for live in ([8, -1, 3, -1, -1, -1], [1, 0, 2, 7, -1, 4]):
+            slots.copy_(torch.tensor(live))
+            static.copy_(pool)
+            for t in tokens:
+                t.normal_()
+            tokens[4].sigmoid_()
+            graph.replay()
+            eager = pool.clone()
+            want, _ = kda_step(*tokens, eager, gate=x.gate, state_indices=slots, impl="triton")
+            assert torch.equal(o, want) and torch.equal(static, eager)
+            idle = [s for s in range(9) if s not in live]
+            assert torch.equal(static[idle], pool[idle])
+
+
+def test_block_in_a_graph() -> None:
+    tokens, weights, state = checks.block_inputs(4, 1, (2, 2, 32, 32), 4, 8, "cuda", BF16)
+    slots = torch.tensor([5, -1, 2, 0], device="cuda")
+    gate = BoundedGate()
+    pools = [BlockState(*(t.clone() for t in state.tensors())) for _ in range(2)]
+    with torch.no_grad():
+        scratch = BlockState(*(t.clone() for t in state.tensors()))
+        kda_block(*tokens, weights=weights, state=scratch, gate=gate, slots=slots, impl="triton")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = kda_block(*tokens, weights=weights, state=pools[0], gate=gate, slots=slots, impl="triton").output
+        for _ in range(3):
+            graph.replay()
+            want = kda_block(*tokens, weights=weights, state=pools[1], gate=gate, slots=slots, impl="triton").output
+            assert torch.equal(y, want)
+    assert all(torch.equal(a, b) for a, b in zip(pools[0].tensors(), pools[1].tensors(), strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_torch_compile(mode: Any) -> None:
+    x = make_inputs(0, T=40, K=32).to(dtype=BF16, device="cuda")
+
+    def f(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return kda(q * 2, x.k, v, x.g, x.beta, gate=x.gate, scale=0.5).output * 3
+
+    with mode():
+        want = f(x.q, x.v)
+        got = torch.compile(f, fullgraph=True)(x.q, x.v)
+    assert rel(got, want) < 5e-3
+
+
+def test_layers_copy_and_pickle() -> None:
+    from openkda.layers import KimiDeltaAttention
+    from openkda.models.presets import PRESETS
+
+    layer = KimiDeltaAttention(PRESETS["tiny"], 0).cuda().eval()
+    x = torch.randn(2, 20, PRESETS["tiny"].hidden_size, device="cuda")
+    with torch.no_grad():
+        want = layer(x)[0]
+        assert torch.equal(copy.deepcopy(layer)(x)[0], want)
+        assert torch.equal(pickle.loads(pickle.dumps(layer))(x)[0], want)
+
+
+def test_repeats_are_bit_equal_under_load() -> None:
+    x = make_inputs(0, T=700, H=8, K=128, use_qk_l2norm=True).to(dtype=BF16, device="cuda")
+    want = checks.run(x)
+    side, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for _ in range(30):
+        with torch.cuda.stream(side):
+            busy @ busy
+        got = checks.run(x)
+        assert torch.equal(got.output, want.output) and torch.equal(got.final_state, want.final_state)  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""The Triton kernels on a CPU, in Triton's interpreter and float32 (it computes bfloat16 wrongly).
+
+The interpreter has to be chosen before triton is first imported, so the tests run in a process of their own: without
+TRITON_INTERPRET this file has one test, which starts that process on the file itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+F32 = torch.float32
+
+if INTERPRETED:
+    import triton.runtime.interpreter as interpreter
+    import triton_checks as checks
+
+    from openkda.ops.kda.api import kda
+    from openkda.testing.cases import kda_cases
+    from openkda.testing.inputs import make_inputs
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_for_numpy(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_for_numpy
+    CASES = [c for c in kda_cases() if max(c.K, c.V) <= 64 and c.T <= 130][::5]
+    PACKS = [c for c in kda_cases() if c.lengths is not None and max(c.K, c.V) <= 64]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+def test_kernels_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("case", CASES + PACKS, ids=lambda c: c.id)
+    def test_case(case: Any) -> None:
+        checks.check_case(case, "cpu", F32)
+
+    @pytest.mark.parametrize(
+        "check",
+        [
+            checks.check_positions, checks.check_step, checks.check_bf16_states, checks.check_strides,
+            checks.check_absurd_future, checks.check_splits, checks.check_block, checks.check_conv_and_norms,
+        ],
+        ids=lambda f: f.__name__,
+    )  # fmt: skip
+    def test_law(check: Any) -> None:
+        check("cpu", F32)
+
+    @pytest.mark.parametrize("T", [3, 40])
+    def test_pool(T: int) -> None:
+        checks.check_pool("cpu", F32, T)
+
+    def test_bitwise_laws() -> None:
+        checks.check_laws("cpu", F32)
+
+    def test_under_torch_compile() -> None:
+        """One opaque call, no graph break."""
+        x = make_inputs(0, T=20, K=16)
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def f(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+            return kda(2 * q, k, v, g, beta, gate=x.gate, scale=0.5, impl="triton").output * 3
+
+        with torch.no_grad():
+            want = kda(2 * x.q, x.k, x.v, x.g, x.beta, gate=x.gate, scale=0.5, impl="triton").output * 3
+            assert torch.equal(f(x.q, x.k, x.v, x.g, x.beta), want)
+
+    def test_refusals() -> None:
+        x = make_inputs(0, T=4, K=16)
+        with pytest.raises(NotImplementedError, match="backward"):
+            kda(x.q.requires_grad_(), x.k, x.v, x.g, x.beta, gate=x.gate, impl="triton")
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="float64"):
+            kda(x.q.double(), x.k.double(), x.v.double(), x.g, x.beta, gate=x.gate, impl="triton")
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="bfloat16"):
+            kda(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), x.g, x.beta, gate=x.gate, impl="triton")

@@ -1,0 +1,250 @@
+"""What the Triton kernels must hold, on any device: the interpreter on a CPU (float32) and the GPU run the same checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.api import KDAOutput, kda, kda_step
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
+from openkda.ops.norm.api import gated_rms_norm, rms_norm
+from openkda.ops.short_conv.api import short_conv, short_conv_step
+from openkda.testing.cases import KDACase
+from openkda.testing.compare import check_close
+from openkda.testing.inputs import KDAInputs, make_inputs
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LIMITS = {
+    # fp32 operands in three terms; the log decays of a chunk of 16 are summed in float32 (6e-5 at worst, hard forgetting).
+    F32: (2e-5, 2e-5),
+    # Output: bfloat16's own rounding, 1.7e-3, and the operands'. State: float16 operands, 2^-12 a factor.
+    BF16: (3e-3, 1e-3),
+    F16: (1.5e-3, 1e-3),
+}
+NEARLY_PARALLEL = 20.0
+"""Keys of one direction cancel in v - S^T k: the operands' rounding of 2^-12 is seen through a difference."""
+
+
+def run(x: KDAInputs, impl: str = "triton", **extra: Any) -> KDAOutput:
+    with torch.no_grad():
+        return kda(x.q, x.k, x.v, x.g, x.beta, impl=impl, **{**x.kwargs(), **extra})
+
+
+def reference(x: KDAInputs, **extra: Any) -> KDAOutput:
+    extra = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in extra.items()}
+    wide = {} if "state_dtype" not in extra else {"state_dtype": torch.float64}
+    return run(x.to(dtype=torch.float64), "reference", **{**extra, **wide})
+
+
+def check_case(case: KDACase, device: str, dtype: torch.dtype, impl: str = "triton") -> None:
+    x = case.inputs().to(dtype=dtype, device=device)
+    got, want = run(x, impl), reference(x)
+    limit_o, limit_s = LIMITS[dtype]
+    loose = NEARLY_PARALLEL if case.keys == "near_equal" and dtype != F32 else 1.0
+    check_close(f"{case.id} output", got.output, want.output, limit_o * loose)
+    assert got.final_state is not None and want.final_state is not None
+    check_close(f"{case.id} state", got.final_state, want.final_state, limit_s * loose)
+
+
+def check_positions(device: str, dtype: torch.dtype) -> None:
+    for extra, positions in (
+        ({"B": 2, "T": 40, "gate": None}, [0, 3, 15, 16, 39, 79, 60, 61]),
+        ({"lengths": (5, 0, 33, 1, 18), "gate": "softplus"}, [4, 5, 37, 38, 39, 56, 20, 21]),
+    ):
+        x = make_inputs(1, K=16, HV=2, **extra).to(dtype=dtype, device=device)  # type: ignore[arg-type]
+        at = torch.tensor(positions, device=device)
+        got, want = run(x, state_positions=at), reference(x, state_positions=at)
+        assert got.states_at is not None and want.states_at is not None
+        check_close("states_at", got.states_at, want.states_at, LIMITS[dtype][1])
+        check_close("output", got.output, want.output, LIMITS[dtype][0])
+
+
+def check_pool(device: str, dtype: torch.dtype, T: int) -> None:
+    """Read and written in place, strided, unused slots full of NaN and left alone; -1 starts from zeros, keeps nothing."""
+    x = make_inputs(2, B=3, T=T, K=16, V=24, H=2).to(dtype=dtype, device=device)
+    for v_first in (False, True):
+        tail = (24, 16) if v_first else (16, 24)
+        big = torch.full((6, 3, 2, *tail), float("nan"), device=device)
+        pool = big[:, 1]
+        start = torch.randn((6, 2, *tail), generator=torch.Generator().manual_seed(0)).to(device)
+        slots = torch.tensor([[4, 0], [-1, 0], [1, 0]], dtype=torch.int32, device=device)[:, 0]
+        for s in (4, 1):
+            pool[s] = start[s]
+        wide = start.double()
+        options = {"state_indices": slots, "state_v_first": v_first}
+        want = reference(x, initial_state=wide, **options)
+        got = run(x, initial_state=pool, **options)
+        check_close("output", got.output, want.output, LIMITS[dtype][0])
+        for s in (4, 1):
+            check_close(f"slot {s}", pool[s], wide[s], LIMITS[dtype][1])
+        assert bool(big[:, [0, 2]].isnan().all()) and bool(pool[[0, 2, 3, 5]].isnan().all())
+
+
+def check_step(device: str, dtype: torch.dtype) -> None:
+    x = make_inputs(3, B=5, T=1, K=24, V=40, H=2, HV=4, gate="softplus").to(dtype=dtype, device=device)
+    tokens = [t[:, 0] for t in (x.q, x.k, x.v, x.g, x.beta)]
+    y = x.to(dtype=torch.float64)
+    wide = [t[:, 0] for t in (y.q, y.k, y.v, y.g, y.beta)]
+    assert x.initial_state is not None and y.initial_state is not None
+    slots = torch.tensor([3, 0, -1, 4, 1], device=device)
+    with torch.no_grad():
+        before = x.initial_state.clone()
+        o, new = kda_step(*tokens, x.initial_state, gate=x.gate, impl="triton")
+        want, want_new = kda_step(*wide, y.initial_state, gate=y.gate, impl="reference")
+        check_close("step", o, want, LIMITS[dtype][0])
+        check_close("new state", new, want_new, 1e-5)
+        assert torch.equal(before, x.initial_state)
+        o, pool = kda_step(*tokens, x.initial_state, gate=x.gate, state_indices=slots, impl="triton")
+        want, _ = kda_step(*wide, y.initial_state, gate=y.gate, state_indices=slots, impl="reference")
+    assert pool is x.initial_state and bool((o[2] == 0).all()) and torch.equal(pool[2], before[2])
+    check_close("pool step", o, want, LIMITS[dtype][0])
+    check_close("pool", pool, y.initial_state, 1e-5)
+
+
+def check_bf16_states(device: str, dtype: torch.dtype) -> None:
+    x = make_inputs(4, B=2, T=40, K=16).to(dtype=dtype, device=device)
+    S = x.initial_state.bfloat16()  # type: ignore[union-attr]
+    got = run(x, initial_state=S, state_dtype=BF16)
+    want = reference(x, initial_state=S.double())
+    assert got.final_state is not None and got.final_state.dtype == BF16 and want.final_state is not None
+    check_close("output", got.output, want.output, LIMITS[dtype][0])
+    check_close("state", got.final_state, want.final_state, 4e-3)  # bfloat16 storage: 2^-9, 2^-8 where the interpreter cuts
+
+
+def check_strides(device: str, dtype: torch.dtype) -> None:
+    """Slices of one fused projection, and a gate whose last axis is not the unit stride: the same bits as contiguous ones."""
+    x = make_inputs(5, B=2, T=35, K=16, H=2).to(dtype=dtype, device=device)
+    fused = torch.cat([x.q, x.k, x.v], -1)
+    again = KDAInputs(**x.__dict__)
+    again.q, again.k, again.v = fused.split(16, -1)
+    again.g = x.g.transpose(-1, -2).contiguous().transpose(-1, -2)
+    again.beta = torch.nn.functional.pad(x.beta, (0, 5))[..., :2]
+    a, b = run(x), run(again)
+    assert torch.equal(a.output, b.output) and torch.equal(a.final_state, b.final_state)  # type: ignore[arg-type]
+
+
+def check_laws(device: str, dtype: torch.dtype) -> None:
+    """Bit for bit: two runs; zeros for no state; inputs untouched; the future; the neighbours in a pack."""
+    for gate in ("bounded", "softplus"):
+        x = make_inputs(6, lengths=(22, 37), K=32, gate=gate, decay="fast", initial_state=False)
+        x = x.to(dtype=dtype, device=device)
+        copies = [t.clone() for t in (x.q, x.k, x.v, x.g, x.beta)]
+        a, b = run(x), run(x)
+        assert torch.equal(a.output, b.output) and torch.equal(a.final_state, b.final_state)  # type: ignore[arg-type]
+        zeros = torch.zeros_like(a.final_state)  # type: ignore[arg-type]
+        assert torch.equal(run(x, initial_state=zeros).output, a.output)
+        assert all(torch.equal(t, c) for t, c in zip((x.q, x.k, x.v, x.g, x.beta), copies, strict=True))
+        for P in (1, 15, 16, 17, 21):
+            for name, value in (("g", 20.0), ("g", -20.0), ("v", 1e4), ("k", 3.0), ("q", -7.0), ("beta", 0.0)):
+                y = KDAInputs(**x.__dict__)
+                changed = getattr(x, name).clone()
+                changed[:, P:22] = value
+                setattr(y, name, changed)
+                assert torch.equal(run(y).output[:, :P], a.output[:, :P]), f"{gate}: {name} of token {P} reached the past"
+        y = KDAInputs(**x.__dict__)
+        y.v = x.v.clone()
+        y.v[:, 22:] = float("nan")
+        assert torch.equal(run(y).output[:, :22], a.output[:, :22]), "a neighbour in the pack was read"
+
+
+def check_absurd_future(device: str, dtype: torch.dtype) -> None:
+    """Finite garbage of 1e30 (1e4 in float16) in later tokens leaves the past as zeros there would, by the bit."""
+    size = 1e4 if dtype == F16 else 1e30
+    for P in (1, 15, 16, 17):
+        outputs = []
+        for value in (0.0, size):
+            x = make_inputs(7, T=33, K=16, gate="bounded").to(dtype=dtype, device=device)
+            for t in (x.q, x.k, x.v, x.beta):
+                t[:, P:] = value
+            outputs.append(run(x).output[:, :P])
+        assert bool(torch.isfinite(outputs[1]).all()) and torch.equal(*outputs), f"tokens from {P} on reached the past"
+
+
+def check_splits(device: str, dtype: torch.dtype) -> None:
+    """A prompt cut anywhere, tokens one by one included, is the prompt."""
+    x = make_inputs(8, T=50, K=16, gate="softplus", decay="slow").to(dtype=dtype, device=device)
+    whole = run(x)
+    for cut in (1, 13, 16, 33, 49):
+        state, outputs = x.initial_state, []
+        for part in (slice(0, cut), slice(cut, 50)):
+            piece = KDAInputs(**{**x.__dict__, **{n: getattr(x, n)[:, part] for n in ("q", "k", "v", "g", "beta")}})
+            o, state, _ = run(piece, initial_state=state)
+            outputs.append(o)
+        check_close(f"cut at {cut}", torch.cat(outputs, 1), whole.output, 2 * LIMITS[dtype][0])
+        check_close(f"state, cut at {cut}", state, whole.final_state, 2 * LIMITS[dtype][1])  # type: ignore[arg-type]
+
+
+def block_inputs(N: int, T: int, sizes: tuple[int, ...], W: int, rows: int, device: str, dtype: torch.dtype) -> Any:
+    H, HV, K, V = sizes
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device, dtype)
+
+    tokens = (draw(N, T, H * K), draw(N, T, H * K), draw(N, T, HV * V), draw(N, T, HV, K), draw(N, T, HV), draw(N, T, HV, V))
+    weights = BlockWeights(
+        draw(H * K, W, dtype=F32), draw(H * K, W, dtype=F32), draw(HV * V, W, dtype=F32), draw(V, dtype=F32), 1e-5
+    )
+    state = BlockState(
+        draw(rows, HV, K, V, dtype=F32), draw(rows, H * K, W - 1), draw(rows, H * K, W - 1), draw(rows, HV * V, W - 1)
+    )
+    return tokens, weights, state
+
+
+def check_block(device: str, dtype: torch.dtype, gates: tuple[str, ...] = ("bounded", "softplus")) -> None:
+    """The fused step against the composition of its ops, with its roundings: fresh states, pools, every state."""
+    limit = {F32: 2e-5, BF16: 4e-3, F16: 1e-3}[dtype]  # a rounding that falls the other way costs one unit: 2^-8 of bfloat16
+    for N, T, sizes, W in ((3, 1, (2, 2, 16, 16), 4), (2, 5, (1, 3, 24, 40), 3), (3, 2, (2, 2, 32, 16), 2)):
+        for kind in gates:
+            gate = make_inputs(0, T=1, H=sizes[0], HV=sizes[1], K=sizes[2], gate=kind).to(dtype=F32, device=device).gate
+            tokens, weights, state = block_inputs(N, T, sizes, W, 7, device, dtype)
+            slots = torch.tensor([5, -1, 2][:N], device=device)
+            outs = []
+            for impl in ("triton", "reference"):
+                pool = BlockState(*(t.clone() for t in state.tensors()))
+                with torch.no_grad():
+                    done = kda_block(*tokens, weights=weights, state=pool, gate=gate, slots=slots, impl=impl)
+                    every = kda_block(*tokens, weights=weights, state=state, gate=gate, slots=slots, keep="all", impl=impl)
+                    first = BlockState(*(t[:N].clone() for t in state.tensors()))
+                    fresh = kda_block(*tokens, weights=weights, state=first, gate=gate, impl=impl)
+                outs.append((done, pool, every, fresh))
+            (a, pa, ea, fa), (b, pb, eb, fb) = outs
+            live = slots >= 0
+            check_close("pool output", a.output, b.output, limit)
+            assert bool((a.output[~live] == 0).all())
+            check_close("states", ea.states[live], eb.states[live], limit)
+            check_close("fresh", fa.output, fb.output, limit)
+            for x, y, old in zip(pa.tensors(), pb.tensors(), state.tensors(), strict=True):
+                check_close("pool", x, y, limit)
+                assert torch.equal(x[[0, 1, 3, 4, 6]], old[[0, 1, 3, 4, 6]]), "a slot of nobody was written"
+            for x, y in zip(fa.state.tensors(), fb.state.tensors(), strict=True):
+                check_close("fresh state", x, y, limit)
+
+
+def check_conv_and_norms(device: str, dtype: torch.dtype) -> None:
+    limit = {F32: 1e-6, BF16: 4e-3, F16: 1e-3}[dtype]
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device, dtype)
+
+    with torch.no_grad():
+        for W in (2, 3, 4):
+            w = draw(40, W, dtype=F32)
+            for cu in (None, torch.tensor([0, 0, 1, 3, 35, 35, 45], device=device)):
+                x = draw(2, 70, 40) if cu is None else draw(1, 45, 48)[..., :40]
+                for state in (None, draw(2 if cu is None else 6, 40, W - 1)):
+                    options: dict[str, Any] = {"initial_state": state, "output_final_state": True, "cu_seqlens": cu}
+                    a, b = (short_conv(x, w, impl=i, **options) for i in ("triton", "reference"))
+                    check_close("conv", a[0], b[0], limit)
+                    assert torch.equal(a[1], b[1])  # type: ignore[arg-type]
+            x, state = draw(5, 40), draw(5, 40, W - 1)
+            a, b = (short_conv_step(x, w, state, impl=i) for i in ("triton", "reference"))
+            check_close("conv step", a[0], b[0], limit)
+            assert torch.equal(a[1], b[1])
+        x, gate, w = draw(3, 7, 100), draw(3, 7, 100), draw(100, dtype=F32)
+        check_close("norm", rms_norm(x, w, 1e-5, impl="triton"), rms_norm(x, w, 1e-5, impl="reference"), limit)
+        a, b = (gated_rms_norm(x, gate, w, 1e-5, impl=i) for i in ("triton", "reference"))
+        check_close("gated norm", a, b, limit)

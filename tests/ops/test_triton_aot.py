@@ -1,0 +1,234 @@
+"""Every Triton kernel compiled ahead of time, without a GPU, exactly as the host code would launch it.
+
+The host code runs on meta tensors with the launch replaced by a recorder; what it recorded is compiled for Ampere, Hopper
+and Blackwell. A kernel fails that spills registers to memory or needs more shared memory than its card has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from openkda.ops.kda.gate import BoundedGate, SoftplusGate  # noqa: E402
+
+SHARED = {80: 99 * 1024, 90: 99 * 1024, 100: 99 * 1024}  # the smallest card of the family sets the limit: 8.6 and 12.0
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass
+class Launch:
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    def source(self) -> ASTSource:
+        signature, constants, attributes = {}, {}, {}
+        for i, p in enumerate(self.kernel.params):
+            value = self.arguments.get(p.name, p.default)
+            if p.is_constexpr or value is None or (type(value) is int and value == 1 and not p.do_not_specialize):
+                signature[p.name] = "constexpr"
+                constants[(i,)] = value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[p.name] = "*" + TYPES[value.dtype]
+            else:
+                signature[p.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, torch.Tensor) or (
+                isinstance(value, int) and value % 16 == 0 and not p.do_not_specialize
+            ):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        return ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, kernels are not launched; the list receives what would have been."""
+    launches: list[Launch] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {n: kwargs.pop(n) for n in ("num_warps", "num_stages", "maxnreg") if n in kwargs}
+        names = [p.name for p in self.params]
+        launches.append(Launch(self, dict(zip(names, args, strict=False)) | kwargs, options))
+
+    original, JITFunction.run = JITFunction.run, run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+@dataclass
+class Report:
+    registers: int
+    spills: int
+    shared: int
+
+
+def compiled(launch: Launch, capability: int) -> Report:
+    kernel = triton.compile(launch.source(), target=GPUTarget("cuda", capability, 32), options=launch.options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
+        f.flush()
+        usage = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([tool, "-sass", f.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+)", usage)
+    assert found, usage
+    return Report(int(found[1]), len(re.findall(r"\b(?:STL|LDL)\b", sass)), kernel.metadata.shared)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def kda_launches(
+    gate: str | None = "bounded",
+    dtype: torch.dtype = torch.bfloat16,
+    T: int = 8192,
+    heads: int = 96,
+    size: int = 128,
+    exact: bool = False,
+    packed: bool = False,
+    l2norm: bool = True,
+    positions: bool = False,
+) -> list[Launch]:
+    from openkda.ops.kda.triton.launch import Args, forward
+
+    tokens = [empty(1, T, heads, size, dtype=dtype) for _ in range(4)]
+    has = gate is not None
+    a = Args(
+        *tokens, empty(1, T, heads, dtype=dtype),
+        empty(heads, dtype=torch.float32) if has else None, empty(heads * size, dtype=torch.float32) if has else None,
+        empty(9, dtype=torch.int64) if packed else None, empty(8 if packed else 1, heads, size, size, dtype=torch.float32),
+        None, empty(5, dtype=torch.int64) if positions else None,
+        {None: 0, "softplus": 1, "bounded": 2}[gate], -5.0, 0.1, l2norm, True, True, False, torch.float32, exact, False,
+    )  # fmt: skip
+    with recorded() as launches:
+        forward(a)
+    return launches
+
+
+def block_launches(T: int = 1, keep: str = "last") -> list[Launch]:
+    from openkda.ops.kda_block.api import BlockState, BlockWeights
+    from openkda.ops.kda_block.call import BlockCall
+    from openkda.ops.kda_block.triton import launch
+
+    N, H, D = 32, 96, 128
+    narrow = [empty(N, T, H * D) for _ in range(3)]
+    f32 = {"dtype": torch.float32}
+    weights = [empty(H * D, 4, **f32) for _ in range(3)]
+    state = [empty(64, H, D, D, **f32)] + [empty(64, H * D, 3) for _ in range(3)]
+    call = BlockCall(
+        *narrow, empty(N, T, H, D), empty(N, T, H), empty(N, T, H, D), BlockWeights(*weights, empty(D, **f32), 1e-5),
+        BlockState(*state), empty(N, dtype=torch.int32), BoundedGate(-5.0), 0.1, keep == "all",
+    )  # fmt: skip
+    implementation = launch._all if keep == "all" else launch._pool
+    with recorded() as launches:
+        implementation(
+            call.q, call.k, call.v, call.g, call.beta, call.out_gate, *weights, call.weights.norm,
+            empty(H, **f32), empty(H * D, **f32), *state, call.slots, 2, -5.0, 1e-5, 0.1,
+        )  # fmt: skip
+    return launches
+
+
+def conv_launches() -> list[Launch]:
+    from openkda.ops.short_conv.triton import launch
+
+    f32 = torch.float32
+    with recorded() as launches:
+        launch._conv(empty(1, 8192, 12288), empty(12288, 4, dtype=f32), empty(1, 12288, 3), None, True)
+        launch._conv(empty(1, 8192, 12288), empty(12288, 4, dtype=f32), None, empty(9, dtype=torch.int64), True)
+        launch._step(empty(32, 12288), empty(12288, 4, dtype=f32), empty(32, 12288, 3), True)
+    return launches
+
+
+def norm_launches() -> list[Launch]:
+    from openkda.ops.norm.triton import launch
+
+    with recorded() as launches:
+        launch._norm(empty(8192, 7168), None, empty(7168, dtype=torch.float32), 1e-5)
+        launch._norm(empty(8192, 96, 128), empty(8192, 96, 128), empty(128, dtype=torch.float32), 1e-5)
+    return launches
+
+
+CASES: dict[str, Callable[[], list[Launch]]] = {
+    "bounded": lambda: kda_launches(),
+    "softplus": lambda: kda_launches("softplus"),
+    "packed-positions": lambda: kda_launches(packed=True, positions=True),
+    "log-decay-unscaled-keys": lambda: kda_launches(None, l2norm=False),
+    "float16": lambda: kda_launches(dtype=torch.float16),
+    "small-heads": lambda: kda_launches("softplus", size=64),
+    "recurrent": lambda: kda_launches(T=4),
+    "block": lambda: block_launches(),
+    "block-all": lambda: block_launches(4, "all"),
+    "conv": conv_launches,
+    "norm": norm_launches,
+}
+WIDE: dict[str, Callable[[], list[Launch]]] = {
+    "exact": lambda: kda_launches(dtype=torch.float32, exact=True),
+    "wide-heads": lambda: kda_launches(size=256),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_compiles_without_spills(name: str) -> None:
+    for launch in CASES[name]():
+        report = compiled(launch, 90)
+        where = f"{launch.kernel.__name__} {launch.options}: {report}"
+        assert report.spills == 0, where
+        assert report.registers <= 255 and report.shared <= SHARED[90], where
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("name", ["bounded", "block", "conv", "norm"])
+def test_other_cards_compile(name: str, capability: int) -> None:
+    """Their registers are not tuned for: up to 16 spilled words are accepted (Ampere keeps its operands in registers)."""
+    for launch in CASES[name]():
+        report = compiled(launch, capability)
+        where = f"{launch.kernel.__name__} {launch.options}: {report}"
+        assert report.spills <= 32 and report.shared <= SHARED[capability], where
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_rare_paths_fit(name: str) -> None:
+    """Float32 operands and heads of 256 may spill a little (at most 64 instructions), never more."""
+    for launch in WIDE[name]():
+        report = compiled(launch, 90)
+        assert report.spills <= 64 and report.shared <= SHARED[90], f"{launch.kernel.__name__}: {report}"
+
+
+def test_lengths_and_packs_share_one_binary() -> None:
+    """Nothing in a launch's specialisation depends on the length, the batch or the pack."""
+
+    def keys(launches: list[Launch]) -> list[tuple[Any, ...]]:
+        out = []
+        for launch in launches:
+            s = launch.source()
+            out.append((s.fn.__name__, tuple(s.signature.items()), tuple(s.constants.items()), tuple(s.attrs.items())))
+        return out
+
+    assert keys(kda_launches(T=8192)) == keys(kda_launches(T=17)) == keys(kda_launches(T=1000))
+    assert keys(kda_launches(T=8192, packed=True)) == keys(kda_launches(T=333, packed=True))
+
+
+def test_softplus_and_bounded_are_different_binaries() -> None:
+    assert kda_launches("softplus")[0].arguments["GATE"] != kda_launches("bounded")[0].arguments["GATE"]
+    assert SoftplusGate(torch.zeros(1)).lower_bound is None
