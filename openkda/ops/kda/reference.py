@@ -19,6 +19,7 @@ from torch import Tensor
 
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.states import compute_dtype, load_states, outgoing, store_states
+from openkda.ops.norm.api import L2NORM_EPS
 
 
 def refusals(call: KDACall) -> list[str]:
@@ -70,7 +71,7 @@ def _inputs(call: KDACall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k [B, T, HV, K] (heads repeated), v, decay a [B, T, HV, K], b [B, T, HV], in the compute dtype."""
     q, k, v, g, b = (t.to(compute_dtype(call)) for t in (call.q, call.k, call.v, call.g, call.beta))
     if call.use_qk_l2norm:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + L2NORM_EPS).sqrt() for x in (q, k))
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) for x in (q, k))
     log_a = g if call.gate is None else call.gate(g)

@@ -16,6 +16,7 @@ from openkda.ops.kda.chunkwise.plan import TILE
 from openkda.ops.kda.chunkwise.solve import causal_product, unit_lower_inverse
 from openkda.ops.kda.chunkwise.tiles import STATE_FLOOR, TILE_RANGE, TOTAL_FLOOR, Sums, decay, scores
 from openkda.ops.kda.gate import Gate
+from openkda.ops.norm.api import L2NORM_EPS
 
 
 class Tokens(NamedTuple):
@@ -50,11 +51,17 @@ class Settings:
 def prologue(t: Tokens, opts: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised scaled q, normalised k, log decay and write strength, in the arithmetic's dtype; torch's autograd."""
     q, k, g, beta = (x.to(opts.dtype) for x in (t.q, t.k, t.g, t.beta))
+    scale: float | Tensor = opts.scale
     if opts.use_qk_l2norm:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        scale, k = opts.scale * _inverse_length(q), k * _inverse_length(k)
     if opts.gate is not None:
         g = replace(opts.gate, A_log=t.A_log, dt_bias=t.dt_bias)(g)  # type: ignore[arg-type]
-    return q * opts.scale, k, g, torch.sigmoid(beta) if opts.use_beta_sigmoid else beta
+    return q * scale, k, g, torch.sigmoid(beta) if opts.use_beta_sigmoid else beta
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    """1 / sqrt(sum x^2 + 1e-6) over the last axis, kept; vector_norm is one pass where square and sum are two."""
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + L2NORM_EPS)
 
 
 def heads_first(x: Tensor, HV: int) -> Tensor:
