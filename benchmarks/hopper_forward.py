@@ -1,6 +1,6 @@
 """Checks the Hopper forward against a float64 token recurrence, then times it.
 
-python benchmarks/hopper_forward.py check|time|once
+    PYTHONPATH=. python benchmarks/hopper_forward.py check|time|once
 """
 
 from __future__ import annotations

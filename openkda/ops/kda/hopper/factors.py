@@ -295,6 +295,24 @@ def _store_pair(dst_s, x0, x1, s: gl.constexpr):
 
 
 @gluon.jit
+def _scores(raw, rq, rk, work, kt_s, qt_s):
+    """Scores of a chunk, after its columns are in kc_s; Kt and Qt are written slice by slice (they may replace k and q)."""
+    q_s, k_s, g_s = raw
+    kc_s, cb_s, t_s, xb_s, fk_s = work
+    _far_column(kc_s, cb_s, t_s)
+    z3 = gl.zeros([4, 16, 16], gl.float32, M3)
+    zp = gl.zeros([2, 32, 16], gl.float32, MP)
+    z2 = gl.zeros([64, 16], gl.float32, M2)
+    acc = (z3, zp, z2, z2, z3, zp, z2, z2)
+    for s in gl.static_range(4):
+        acc, k0, q0 = _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s)
+        acc, k1, q1 = _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s + 1)
+        _store_pair(kt_s, k0, k1, s)
+        _store_pair(qt_s, q0, q1, s)
+    return acc
+
+
+@gluon.jit
 def _halves(diag, adj):
     """[64, 32] of the two 32 x 32 diagonal blocks, from diagonal tiles and the neighbours of odd tiles."""
     tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, M3)))[:, None, None]
@@ -376,14 +394,6 @@ def _scores_to_operands(acc, b_s, m_s, tt_s, scratch):
     blo = b_s.slice(0, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
     bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
     _store_lower(tt_s, th, low, blo, bhi)
-
-
-@gluon.jit
-def _no_scores():
-    z3 = gl.zeros([4, 16, 16], gl.float32, M3)
-    zp = gl.zeros([2, 32, 16], gl.float32, MP)
-    z2 = gl.zeros([64, 16], gl.float32, M2)
-    return z3, zp, z2, z2, z3, zp, z2, z2
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openkda.ops.kda.hopper.factors import (
+from openkda.ops.kda.hopper.factors import (  # fmt: skip
     F1,
     FLAT1,
     FLAT2,
@@ -22,18 +22,15 @@ from openkda.ops.kda.hopper.factors import (
     _clean,
     _column_slice,
     _ex2,
-    _far_column,
     _gates,
-    _no_scores,
     _rcp,
-    _row_slice,
     _rsqrt,
+    _scores,
     _scores_to_operands,
     _square_norm,
     _store_kh,
-    _store_pair,
     _tile_factors,
-)  # fmt: skip
+)
 
 ACC_T = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 ACC_S = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -102,14 +99,8 @@ def factor_partition(
         gl.thread_barrier()
         mbarrier.arrive(kh_ready.index(st), count=1)
 
-        _far_column(kc_s, cb_s, t_s)
         mbarrier.wait(free.index(0), (c & 1) ^ 1)
-        acc = _no_scores()
-        for s in gl.static_range(4):
-            acc, k0, q0 = _row_slice(g_s, qc, kc, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s)
-            acc, k1, q1 = _row_slice(g_s, qc, kc, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s + 1)
-            _store_pair(kt_s.index(0), k0, k1, s)
-            _store_pair(qt_s.index(0), q0, q1, s)
+        acc = _scores((qc, kc, g_s), rq, rk, (kc_s, cb_s, t_s, xb_s, fk_s), kt_s.index(0), qt_s.index(0))
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(kq_ready.index(0), count=1)

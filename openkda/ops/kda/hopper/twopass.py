@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.factors import (
+from openkda.ops.kda.hopper.factors import (  # fmt: skip
     F1,
     FLAT1,
     FLAT2,
@@ -27,19 +27,16 @@ from openkda.ops.kda.hopper.factors import (
     _clean,
     _column_slice,
     _ex2,
-    _far_column,
     _gates,
-    _no_scores,
     _rcp,
-    _row_slice,
     _rsqrt,
     _scaled,
+    _scores,
     _scores_to_operands,
     _square_norm,
-    _store_pair,
     _sum,
     _tile_factors,
-)  # fmt: skip
+)
 from openkda.ops.kda.hopper.forward import S128, _bars, _load_beta, state_partition
 
 LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -112,16 +109,10 @@ def _prepare_chunk(
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
     for s in gl.static_range(2):
         _column_slice(g_s, k_s, rk, kc_s, s)
-    _far_column(kc_s, cb_s, t_s)
     # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
     kt_s = k_s._reinterpret(gl.float16, [64, 128], S64)
     qt_s = q_s._reinterpret(gl.float16, [64, 128], S64)
-    acc = _no_scores()
-    for s in gl.static_range(4):
-        acc, k0, q0 = _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s)
-        acc, k1, q1 = _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s + 1)
-        _store_pair(kt_s, k0, k1, s)
-        _store_pair(qt_s, q0, q1, s)
+    acc = _scores((q_s, k_s, g_s), rq, rk, (kc_s, cb_s, t_s, xb_s, fk_s), kt_s, qt_s)
     for s in gl.static_range(2):
         col = kc_s.slice(W * s, W, dim=1).load(M2).reshape([4, 16, W])
         col = gl.convert_layout(col, M3, assert_trivial=True)
