@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.compat.hf_register import register
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.short_conv.api import WIDTHS, short_conv
 
-__all__ = ["MODELS", "patch", "patched", "unpatch"]
+__all__ = ["MODELS", "patch", "patched", "register", "unpatch"]
 
 MODELS = ("kimi_linear", "glm5_next", "bailing_hybrid")
 """Models of transformers that have these functions; one that the installed version lacks is skipped."""

@@ -242,6 +242,27 @@ def _read(
     return state
 
 
+def from_published_state(
+    state: dict[str, Tensor], ours: dict[str, Tensor], prefix: str = "", root: str = ""
+) -> dict[str, Tensor]:
+    """The tensors of `state` with published names (behind `prefix`), taken out of it, under our own names (behind `root`).
+
+    An expert stack needs all its experts. What is under neither name stays in `state`.
+    """
+    wanted: dict[str, list[PublishedTensor]] = {}
+    for t in published(ours, "", "heads"):
+        wanted.setdefault(t.key, []).append(t)
+    moved: dict[str, Tensor] = {}
+    for key, tensors in wanted.items():
+        if root + key in state or not all(prefix + t.name in state for t in tensors):
+            continue
+        values = [state.pop(prefix + t.name) for t in tensors]
+        if key.endswith(".A_log") and a_log_form(values[0].shape, ours[key].numel()) is not None:
+            values = [_checked(values[0], tensors[0], key, ours[key])]
+        moved[root + key] = values[0] if tensors[0].row is None else torch.stack(values)
+    return moved
+
+
 def _checked(value: Tensor, t: PublishedTensor, where: str, ours: Tensor) -> Tensor:
     if t.name.endswith(".weight_scale"):
         check_scales(where, value)

@@ -1,0 +1,29 @@
+"""Our models behind transformers' Auto classes, on the published checkpoint directories.
+
+    from openkda.compat.hf_register import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(DIR)       # a Kimi Linear or Kimi K3 directory
+    model.generate(...); model.save_pretrained(OUT)         # OUT has the published layout again
+
+transformers 5.17 and later has a model of its own for `kimi_linear`; after `register()` the Auto classes give ours.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Put our configs and models into transformers' Auto classes. Calling it twice changes nothing.
+
+    Raises: ImportError where transformers is missing or older than 5.17.
+    """
+    from openkda.compat.hf_register import config, modeling, versions
+
+    versions.check()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for config_class, model_class in (
+        (config.KimiLinearConfig, modeling.KimiLinearForCausalLM),
+        (config.KimiK3Config, modeling.KimiK3ForConditionalGeneration),
+    ):
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)

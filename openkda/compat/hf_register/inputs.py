@@ -1,0 +1,42 @@
+"""Batches as transformers hands them over: padding on any side, flattened documents, images beside beams."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openkda.models.vision_config import VisionConfig
+
+
+def boundaries(position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """cu_seqlens of a flattened batch (B = 1) whose position ids start anew at each document; None for one document."""
+    if position_ids is None or tokens.shape[0] != 1 or position_ids.shape[-1] != tokens.shape[1]:
+        return None
+    starts = (position_ids.reshape(-1)[1:] == 0).nonzero().flatten() + 1
+    if not starts.numel():
+        return None
+    return torch.cat([starts.new_tensor([0]), starts, starts.new_tensor([tokens.shape[1]])])
+
+
+def packed(tokens: Tensor, real: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The real tokens of a padded batch laid end to end [1, total, ...], and where each row begins [B + 1]."""
+    if cu_seqlens is not None:
+        raise ValueError("attention_mask with document boundaries: expected no padding in a flattened batch")
+    return tokens[real].unsqueeze(0), F.pad(real.sum(1).cumsum(0), (1, 0))
+
+
+def expand_images(
+    input_ids: Tensor, pixels: Tensor, grids: Tensor, vision: VisionConfig | None, times: int
+) -> tuple[Tensor, Tensor]:
+    """Every row's images repeated `times` times, as its tokens will be."""
+    if vision is None:
+        raise ValueError("pixel_values: expected a model with a vision tower, this one reads text only")
+    images = pixels.split(grids.prod(1).tolist())
+    order, at = [], 0
+    for count in (input_ids == vision.placeholder_id).sum(1).tolist():
+        order += list(range(at, at + count)) * times
+        at += count
+    if at != len(images):
+        raise ValueError(f"placeholder tokens: expected {len(images)}, one an image, received {at}")
+    return torch.cat([images[i] for i in order]), grids[order]
