@@ -14,6 +14,6 @@ chunk's end, and S the entering state:
 Source: Kimi Linear report (arXiv 2510.26692), section 3; Kimi K3 report, section 2.1.1 (the bounded gate's tile).
 """
 
-from openkda.ops.kda.chunkwise.run import refusals, run, step
+from openkda.ops.kda.chunkwise.autograd import refusals, run, step
 
 __all__ = ["refusals", "run", "step"]
