@@ -1,6 +1,6 @@
 """KDA on a CPU, side by side in one process with the torch fallback of the installed `transformers`.
 
-    python benchmarks/cpu_kda.py                 # about two minutes; prints a table and writes benchmarks/results/
+    python benchmarks/cpu_kda.py                 # about five minutes; prints a table and writes benchmarks/results/
     python benchmarks/cpu_kda.py --no-write --threads 1
 
 Both get the same tensors (B = 1, H = 4, K = V = 128, float32). The peer takes the log decay ready made, outside its clock; ours
@@ -81,18 +81,21 @@ def check(bench: Bench) -> dict[str, float]:
     return found
 
 
-def best_of(calls: dict[str, Callable[[], Any]], rounds: dict[str, int]) -> dict[str, float]:
-    """Seconds, the best of `rounds` runs of each, in turn, so that a busy moment hits all of them."""
-    times = {name: math.inf for name in calls}
+def best_of(calls: dict[str, Callable[[], Any]], budget: float = 8.0) -> dict[str, float]:
+    """Seconds, the best run of each call; in turn, always the one that has had less time, until each spent `budget` seconds.
+
+    At least two runs each. The best, not the mean: whatever else the machine does can only add time.
+    """
+    best, spent, runs = dict.fromkeys(calls, math.inf), dict.fromkeys(calls, 0.0), dict.fromkeys(calls, 0)
     for call in calls.values():
         call()
-    for i in range(max(rounds.values())):
-        for name, call in calls.items():
-            if i < rounds[name]:
-                start = time.perf_counter()
-                call()
-                times[name] = min(times[name], time.perf_counter() - start)
-    return times
+    while min(spent.values()) < budget or min(runs.values()) < 2:
+        name = min(spent, key=lambda n: spent[n])
+        start = time.perf_counter()
+        calls[name]()
+        taken = time.perf_counter() - start
+        best[name], spent[name], runs[name] = min(best[name], taken), spent[name] + taken, runs[name] + 1
+    return best
 
 
 def compare(gate: str, threads: int, T: int) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def compare(gate: str, threads: int, T: int) -> dict[str, Any]:
     row: dict[str, Any] = {"gate": gate, "threads": threads, "T": T, "difference": check(bench)}
     for what in ("forward", "both"):
         calls = {who: bench.call(who, what) for who in ("ours", "peer")}
-        seconds = best_of(calls, {"ours": 20, "peer": 4 if what == "forward" else 2})
+        seconds = best_of(calls)
         row[what] = {
             "ours_ms": seconds["ours"] * 1e3,
             "peer_ms": seconds["peer"] * 1e3,
@@ -118,7 +121,7 @@ def slope(gate: str, lengths: tuple[int, ...]) -> dict[str, Any]:
     """Exponent p of time ~ T^p, least squares in the logarithms; 1 is linear."""
     out: dict[str, Any] = {"gate": gate, "T": list(lengths)}
     for what in ("forward", "both"):
-        seconds = [best_of({"x": Bench(T, gate).call("ours", what)}, {"x": 4})["x"] for T in lengths]
+        seconds = [best_of({"x": Bench(T, gate).call("ours", what)}, 4.0)["x"] for T in lengths]
         x, y = ([math.log(v) for v in values] for values in (lengths, seconds))
         mx, my = sum(x) / len(x), sum(y) / len(y)
         exponent = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
