@@ -7,6 +7,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from openkda.ops.triton.launch import launch
+
+__all__ = [
+    "FORGOTTEN",
+    "GATE_BOUNDED",
+    "GATE_NONE",
+    "GATE_SOFTPLUS",
+    "LN2",
+    "LOG2E",
+    "delta_step",
+    "find_sequence",
+    "launch",
+    "log2_decay",
+    "power_of_two",
+    "round_mantissa",
+    "sigmoid",
+    "unit_length",
+]
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 

@@ -111,7 +111,8 @@ def test_more_than_2_31_elements() -> None:
     gen = torch.Generator("cuda").manual_seed(0)
     q, k, v, g = (torch.randn(1, T, H, K, generator=gen, device="cuda", dtype=BF16) for _ in range(4))
     beta = torch.randn(1, T, H, generator=gen, device="cuda", dtype=BF16)
-    options: dict[str, Any] = {"gate": BoundedGate(), "use_qk_l2norm": True, "use_beta_sigmoid": True, "output_final_state": True}
+    flags = ("use_qk_l2norm", "use_beta_sigmoid", "output_final_state")
+    options: dict[str, Any] = {"gate": BoundedGate(), **dict.fromkeys(flags, True)}
     cut = T - 160
     with torch.no_grad():
         whole = kda(q, k, v, g, beta, impl="triton", **options)
@@ -179,7 +180,7 @@ def test_torch_compile(mode: Any) -> None:
 
 
 def test_layers_copy_and_pickle() -> None:
-    from openkda.layers import KimiDeltaAttention
+    from openkda.layers.kda import KimiDeltaAttention
     from openkda.models.presets import PRESETS
 
     layer = KimiDeltaAttention(PRESETS["tiny"], 0).cuda().eval()

@@ -17,11 +17,14 @@ from torch import Tensor
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.recurrent import DENSE, LISTED, recurrent_kernel
 from openkda.ops.kda.triton.scan import scan_kernel
+from openkda.ops.triton.api import launch
 
 CHUNK = 16
 EPS = 1e-6
-RECURRENT_UP_TO = 16
-"""Dense calls of at most this many tokens a sequence run token by token."""
+RECURRENT_UP_TO = 1
+"""Dense calls of at most this many tokens a sequence run token by token. Measured at H = 96 (us, token loop against chunks):
+4 tokens 15 / 20 at batch 1 but 230 / 139 at batch 32; 8 tokens 23 / 21. One number for every batch, so that the result of
+a sequence does not depend on its neighbours."""
 WINDOW = 1 << 30
 """Elements of g per pass: longer dense calls go through the workspace (3.5 x 2 bytes an element) in several windows."""
 
@@ -128,17 +131,17 @@ def launch_recurrent(
     target = index
     out = a.v if o is None else o
     listed = mode == LISTED
-    recurrent_kernel[(triton.cdiv(V, BV) * HV * rows,)](
+    args = (
         a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, out, first, length, s0, s1,
         index if source is None else source, target,
         *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *a.g.stride()[:3], *a.beta.stride(), *out.stride()[:3],
-        *state_strides(s0, a.v_first and not listed), *state_strides(s1, a.v_first),
-        T, a.bound, EPS, a.scale,
-        HV=HV, GROUP=HV // H, K=K, BK=BK, V=V, BV=BV, ROWS=mode.value, GATE=a.gate, HAS_A=a.A_log is not None,
-        HAS_DT=a.dt_bias is not None, L2NORM=a.l2norm, SIGMOID=a.sigmoid, HAS_S0=s0 is not None, HAS_S1=s1 is not None,
-        INDEXED=index is not None, HAS_O=o is not None, SKIP=a.skip and index is not None,
-        num_warps=4 if BK > 128 else 2,
+        *state_strides(s0, a.v_first and not listed), *state_strides(s1, a.v_first), T, a.bound, EPS, a.scale,
     )  # fmt: skip
+    constants = (
+        HV, HV // H, K, BK, V, BV, mode.value, a.gate, a.A_log is not None, a.dt_bias is not None, a.l2norm, a.sigmoid,
+        s0 is not None, s1 is not None, index is not None, o is not None, a.skip and index is not None,
+    )  # fmt: skip
+    launch(recurrent_kernel, triton.cdiv(V, BV) * HV * rows, args, constants, 4 if BK > 128 else 2, out.device)
 
 
 def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None) -> None:
@@ -173,40 +176,45 @@ def _pass(
     kd, qd, ke = (new(HV, slots, C, BK, dtype=op) for _ in range(3))
     tm, decay = new(HV, slots, 2, C, C), new(HV, slots, BK)
     token = new(HV, slots, 3, C) if scaled else decay
-    small = "tf32x3" if a.exact else "tf32"
-    prepare_kernel[(slots * HV,)](
+    small = ("tf32x3" if a.q.dtype == torch.float32 else "bf16x3") if a.exact else "tf32"
+    args: tuple[object, ...] = (
         a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token,
         *a.q.stride()[:3], *a.k.stride()[:3], *a.g.stride()[:3], *a.beta.stride(), T, N, slots, a.bound, EPS,
-        HV=HV, GROUP=HV // H, K=K, BK=BK, BC=min(32, BK), C=C, GATE=a.gate, HAS_A=a.A_log is not None,
-        HAS_DT=a.dt_bias is not None, PACKED=a.cu is not None, L2NORM=a.l2norm, SIGMOID=a.sigmoid, SCALED=scaled,
-        OP=_TL[op], PREC=small, INNER_PREC=small, SMALL=small, num_warps=1,
     )  # fmt: skip
+    constants: tuple[object, ...] = (
+        HV, HV // H, K, BK, min(32, BK), C, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None,
+        a.l2norm, a.sigmoid, scaled, _TL[op], small, small, small, False,
+    )  # fmt: skip
+    launch(prepare_kernel, slots * HV, args, constants, 1, o.device)
     leader, places = None, None
     if kept is not None:
         assert a.positions is not None
         places = _places(a, slots)
         leader = places.leader
     held = None if kept is None else new(kept.shape[0], HV, K, V)
-    BV, warps, stages = scan_settings(BK, padded(V), a.exact)
+    BV, warps, stages = scan_settings(BK, padded(V), small)
     v_first = a.v_first
-    scan_kernel[(triton.cdiv(V, BV) * HV * N,)](
+    args = (
         a.v, o, a.cu, s0, s1, i0, i1, held, leader, kd, qd, ke, tm, decay, token,
-        *a.v.stride()[:3], *o.stride()[:3], *state_strides(s0, v_first), *state_strides(s1, v_first),
-        T, N, slots, a.scale,
-        HV=HV, K=K, BK=BK, V=V, BV=BV, C=C, PACKED=a.cu is not None, HAS_S0=s0 is not None, HAS_S1=s1 is not None,
-        INDEXED_0=i0 is not None, INDEXED_1=i1 is not None, KEEP=held is not None, SCALED=scaled,
-        OP=_TL[op], SMALL=small, PREC=small, STAGES=stages, num_warps=warps,
+        *a.v.stride()[:3], *o.stride()[:3], *state_strides(s0, v_first), *state_strides(s1, v_first), T, N, slots, a.scale,
     )  # fmt: skip
+    constants = (
+        HV, K, BK, V, BV, C, a.cu is not None, s0 is not None, s1 is not None, i0 is not None, i1 is not None,
+        held is not None, scaled, _TL[op], small, small, stages,
+    )  # fmt: skip
+    launch(scan_kernel, triton.cdiv(V, BV) * HV * N, args, constants, warps, o.device)
     if kept is not None and places is not None and kept.shape[0]:
         launch_recurrent(
             a, LISTED, kept.shape[0], places.start, places.length, held, kept, places.own, None, source=places.source
         )
 
 
-def scan_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int]:
-    """(BV, warps, pipeline stages) of `scan_kernel`."""
-    if exact:
+def scan_settings(BK: int, BV: int, precision: str) -> tuple[int, int, int]:
+    """(BV, warps, pipeline stages) of `scan_kernel`: the largest tiles whose state and operands stay in registers."""
+    if precision == "tf32x3":
         return 16, 8 if BK > 64 else 4, 2
+    if precision == "bf16x3":
+        return min(32, BV), 8 if BK > 128 else 4, 2
     return min(64, BV), 8 if BK > 128 else 4, 2 if BK > 128 else 3
 
 

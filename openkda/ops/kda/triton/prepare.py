@@ -160,7 +160,7 @@ def prepare_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     C: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, SIGMOID: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
-    INNER_PREC: tl.constexpr, SMALL: tl.constexpr, FLOOR: tl.constexpr = False,
+    INNER_PREC: tl.constexpr, SMALL: tl.constexpr, FLOOR: tl.constexpr = False, NORMS: tl.constexpr = False,
 ):  # fmt: skip
     """One program a chunk and value head. Writes kd, qd, ke [HV, slots, C, BK], tm = T and M [HV, slots, 2, C, C]."""
     pid = tl.program_id(0)
@@ -198,6 +198,9 @@ def prepare_kernel(
     block = h * slots + slot
     k_size, k_up = _token_factor(k_p, real, eps, K, BK, L2NORM, SCALED)
     q_size, q_up = _token_factor(q_p, real, eps, K, BK, L2NORM, SCALED)
+    if NORMS:  # for the backward
+        tl.store(token_p + (block * 3 + 0) * C + t, k_size)
+        tl.store(token_p + (block * 3 + 1) * C + t, q_size)
 
     A = tl.zeros([C, C], tl.float32)
     M = tl.zeros([C, C], tl.float32)

@@ -28,7 +28,8 @@ def _kda(q, k, v, g, beta, A_log, dt_bias, cu, state, positions, gate, bound, sc
          state_dtype, exact):  # fmt: skip
     a = Args(
         unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
-        packed(cu), state, None, packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first, state_dtype, exact, False,
+        packed(cu), state, None, packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first,
+        state_dtype, exact, False,
     )  # fmt: skip
     o, final, kept = forward(a)
     empty = o.new_empty(0)
@@ -39,7 +40,8 @@ def _kda_pool(q, k, v, g, beta, A_log, dt_bias, cu, pool, index, positions, gate
               want_state, v_first, exact, skip):  # fmt: skip
     a = Args(
         unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
-        packed(cu), pool, packed(index), packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first, pool.dtype, exact, skip,
+        packed(cu), pool, packed(index), packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first,
+        pool.dtype, exact, skip,
     )  # fmt: skip
     o, _, kept = forward(a)
     return o, o.new_empty(0) if kept is None else kept

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from openkda.ops.kda_block.triton.step import block_kernel
+from openkda.ops.triton.api import launch
 
 EPS = 1e-6
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
@@ -33,22 +34,19 @@ def _launch(
     q, k, v, g, og = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g, og))
     old, new = ((x if x[0].stride(-1) == 1 else (x[0].contiguous(), *x[1:])) for x in (old, new))
     if N:
-        block_kernel[(N * H,)](
+        args = (
             q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new, states,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:3], *beta.stride(), *og.stride()[:3],
             *old[0].stride()[:3], *old[1].stride(), *old[2].stride(), *old[3].stride(),
             *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
             T, bound, EPS, norm_eps, scale,
-            H=H, GROUP=HV // H, K=K, BK=BK, V=V, BV=BV, W=wq.shape[1], GATE=gate, HAS_A=A_log is not None,
-            HAS_DT=dt_bias is not None, INDEXED=slots is not None, KEEP_ALL=states is not None, ONE=T == 1,
-            num_warps=block_warps(T, BK * BV),
         )  # fmt: skip
+        constants = (
+            H, HV // H, K, BK, V, BV, wq.shape[1], gate, A_log is not None, dt_bias is not None, slots is not None,
+            states is not None, T == 1,
+        )  # fmt: skip
+        launch(block_kernel, N * H, args, constants, 4, y.device)
     return y
-
-
-def block_warps(T: int, tile: int) -> int:
-    """Warps of `block_kernel` for a state tile of so many entries."""
-    return 8 if T == 1 and tile >= 128 * 128 else 4
 
 
 def _pool(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, slots, gate, bound, norm_eps, scale):

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from openkda.ops.norm.triton.rows import norm_kernel
+from openkda.ops.triton.api import launch
 
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps) -> Tensor")
@@ -23,10 +24,9 @@ def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     R = max(1, 2048 // BD)
     rows = flat.shape[0]
     if rows and D:
-        norm_kernel[(triton.cdiv(rows, R),)](
-            flat, gates, weight.contiguous(), y, flat.stride(0), gates.stride(0), rows, D, eps,
-            R=R, BD=BD, GATED=gate is not None, num_warps=4 if BD <= 4096 else 8,
-        )  # fmt: skip
+        args = (flat, gates, weight.contiguous(), y, flat.stride(0), gates.stride(0), rows, D, eps)
+        warps = 4 if BD <= 4096 else 8
+        launch(norm_kernel, triton.cdiv(rows, R), args, (R, BD, gate is not None), warps, y.device)
     return y
 
 

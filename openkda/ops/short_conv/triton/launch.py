@@ -7,8 +7,9 @@ import triton
 from torch import Tensor
 
 from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel, window_kernel
+from openkda.ops.triton.api import launch
 
-BT, BD = 32, 128
+BT, BD = 16, 128  # measured: 0.157 ms for [8192, 12288] in bfloat16, a copy 0.099; 32 x 256 takes 0.186
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _LIBRARY.define("short_conv(Tensor x, Tensor weight, Tensor? state, Tensor? cu, bool silu) -> (Tensor, Tensor)")
 _LIBRARY.define("short_conv_step(Tensor x, Tensor weight, Tensor state, bool silu) -> (Tensor, Tensor)")
@@ -23,15 +24,13 @@ def _conv(x: Tensor, weight: Tensor, state: Tensor | None, cu: Tensor | None, si
     y, window = torch.empty((B, T, D), dtype=x.dtype, device=x.device), x.new_empty(N, D, W - 1)
     strides = (0, 0, 0) if state is None else state.stride()
     slots = B * triton.cdiv(T, BT) if cu is None else T // BT + N
-    flags = dict(W=W, PACKED=cu is not None, HAS_S=state is not None)
+    flags = (W, cu is not None, state is not None)
     if slots and D:
-        conv_kernel[(slots * triton.cdiv(D, BD),)](
-            x, weight, state, cu, y, *x.stride()[:2], *y.stride()[:2], *strides, T, N, D, BT=BT, BD=BD, SILU=silu, **flags
-        )  # fmt: skip
+        args = (x, weight, state, cu, y, *x.stride()[:2], *y.stride()[:2], *strides, T, N, D)
+        launch(conv_kernel, slots * triton.cdiv(D, BD), args, (BT, BD, *flags, silu), 4, x.device)
     if N and D:
-        window_kernel[(N * triton.cdiv(D, 256),)](
-            x, state, cu, window, *x.stride()[:2], *strides, T, D, BD=256, **flags
-        )  # fmt: skip
+        args = (x, state, cu, window, *x.stride()[:2], *strides, T, D)
+        launch(window_kernel, N * triton.cdiv(D, 256), args, (256, *flags), 4, x.device)
     return y, window
 
 
@@ -40,9 +39,8 @@ def _step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor,
     N, D = x.shape
     y, new = x.new_empty(N, D), x.new_empty(state.shape)
     if N and D:
-        step_kernel[(N * triton.cdiv(D, 256),)](
-            x, weight, state, y, new, x.stride(0), *state.stride(), D, BD=256, W=weight.shape[1], SILU=silu
-        )  # fmt: skip
+        args = (x, weight, state, y, new, x.stride(0), *state.stride(), D)
+        launch(step_kernel, N * triton.cdiv(D, 256), args, (256, weight.shape[1], silu), 4, x.device)
     return y, new
 
 
