@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.triton.launch import launch
+from openkda.ops.triton.launch import ceil_div, launch, padded, steps_of
 
 __all__ = [
     "FORGOTTEN",
@@ -16,13 +16,16 @@ __all__ = [
     "GATE_SOFTPLUS",
     "LN2",
     "LOG2E",
+    "ceil_div",
     "delta_step",
     "find_sequence",
     "launch",
     "log2_decay",
+    "padded",
     "power_of_two",
     "round_mantissa",
     "sigmoid",
+    "steps_of",
     "unit_length",
 ]
 

@@ -7,17 +7,16 @@ All of them fit 99 KB of shared memory, so there is one table for every card.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.recurrent import DENSE, LISTED, recurrent_kernel
 from openkda.ops.kda.triton.scan import scan_kernel
-from openkda.ops.triton.api import launch
+from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
 CHUNK = 16
 EPS = 1e-6
@@ -31,7 +30,7 @@ WINDOW = 1 << 30
 _TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Args:
     """One call. gate: 0 none, 1 softplus, 2 bounded. exact: float32-grade operands instead of float16 ones.
 
@@ -68,10 +67,6 @@ class Args:
     @property
     def num_sequences(self) -> int:
         return self.q.shape[0] if self.cu is None else self.cu.numel() - 1
-
-
-def padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
 
 
 def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
@@ -131,17 +126,21 @@ def launch_recurrent(
     target = index
     out = a.v if o is None else o
     listed = mode == LISTED
-    args = (
+    tensors = (
         a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, out, first, length, s0, s1,
         index if source is None else source, target,
-        *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *a.g.stride()[:3], *a.beta.stride(), *out.stride()[:3],
-        *state_strides(s0, a.v_first and not listed), *state_strides(s1, a.v_first), T, a.bound, EPS, a.scale,
     )  # fmt: skip
+    steps = (
+        *steps_of(a.q), *steps_of(a.k), *steps_of(a.v), *steps_of(a.g), *a.beta.stride(), *steps_of(out),
+        *state_strides(s0, a.v_first and not listed), *state_strides(s1, a.v_first),
+    )  # fmt: skip
+    numbers = (T, a.bound, EPS, a.scale)
     constants = (
         HV, HV // H, K, BK, V, BV, mode.value, a.gate, a.A_log is not None, a.dt_bias is not None, a.l2norm, a.sigmoid,
         s0 is not None, s1 is not None, index is not None, o is not None, a.skip and index is not None,
     )  # fmt: skip
-    launch(recurrent_kernel, triton.cdiv(V, BV) * HV * rows, args, constants, 4 if BK > 128 else 2, out.device)
+    warps = 4 if BK > 128 else 2
+    launch(recurrent_kernel, ceil_div(V, BV) * HV * rows, tensors, steps, numbers, constants, warps, out.device)
 
 
 def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None) -> None:
@@ -155,7 +154,7 @@ def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None) -> N
     carry = torch.empty((B, HV, V, K) if a.v_first else (B, HV, K, V), dtype=torch.float32, device=o.device)
     for t in range(0, T, window):
         part = slice(t, min(t + window, T))
-        piece = Args(**{**a.__dict__, **{n: getattr(a, n)[:, part] for n in ("q", "k", "v", "g", "beta")}})
+        piece = replace(a, **{n: getattr(a, n)[:, part] for n in ("q", "k", "v", "g", "beta")})
         first, last = t == 0, part.stop == T
         _pass(
             piece, o[:, part], a.state if first else carry, final if last else carry,
@@ -169,7 +168,7 @@ def _pass(
     """prepare, scan, and the walk to the chosen positions."""
     B, T, H, HV, K, V = a.sizes
     N, BK, C = a.num_sequences, padded(K), CHUNK
-    slots = B * triton.cdiv(T, C) if a.cu is None else T // C + N
+    slots = B * ceil_div(T, C) if a.cu is None else T // C + N
     op = torch.float32 if a.exact else torch.float16
     scaled = not a.l2norm
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
@@ -177,15 +176,13 @@ def _pass(
     tm, decay = new(HV, slots, 2, C, C), new(HV, slots, BK)
     token = new(HV, slots, 3, C) if scaled else decay
     small = ("tf32x3" if a.q.dtype == torch.float32 else "bf16x3") if a.exact else "tf32"
-    args: tuple[object, ...] = (
-        a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token,
-        *a.q.stride()[:3], *a.k.stride()[:3], *a.g.stride()[:3], *a.beta.stride(), T, N, slots, a.bound, EPS,
-    )  # fmt: skip
+    tensors: tuple[Tensor | None, ...] = (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token)
+    steps: tuple[int, ...] = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g), *a.beta.stride())
     constants: tuple[object, ...] = (
         HV, HV // H, K, BK, min(32, BK), C, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None,
         a.l2norm, a.sigmoid, scaled, _TL[op], small, small, small, False,
     )  # fmt: skip
-    launch(prepare_kernel, slots * HV, args, constants, 1, o.device)
+    launch(prepare_kernel, slots * HV, tensors, steps, (T, N, slots, a.bound, EPS), constants, 1, o.device)
     leader, places = None, None
     if kept is not None:
         assert a.positions is not None
@@ -194,15 +191,13 @@ def _pass(
     held = None if kept is None else new(kept.shape[0], HV, K, V)
     BV, warps, stages = scan_settings(BK, padded(V), small)
     v_first = a.v_first
-    args = (
-        a.v, o, a.cu, s0, s1, i0, i1, held, leader, kd, qd, ke, tm, decay, token,
-        *a.v.stride()[:3], *o.stride()[:3], *state_strides(s0, v_first), *state_strides(s1, v_first), T, N, slots, a.scale,
-    )  # fmt: skip
+    tensors = (a.v, o, a.cu, s0, s1, i0, i1, held, leader, kd, qd, ke, tm, decay, token)
+    steps = (*steps_of(a.v), *steps_of(o), *state_strides(s0, v_first), *state_strides(s1, v_first))
     constants = (
         HV, K, BK, V, BV, C, a.cu is not None, s0 is not None, s1 is not None, i0 is not None, i1 is not None,
         held is not None, scaled, _TL[op], small, small, stages,
     )  # fmt: skip
-    launch(scan_kernel, triton.cdiv(V, BV) * HV * N, args, constants, warps, o.device)
+    launch(scan_kernel, ceil_div(V, BV) * HV * N, tensors, steps, (T, N, slots, a.scale), constants, warps, o.device)
     if kept is not None and places is not None and kept.shape[0]:
         launch_recurrent(
             a, LISTED, kept.shape[0], places.start, places.length, held, kept, places.own, None, source=places.source

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from openkda.ops.kda_block.triton.step import block_kernel
-from openkda.ops.triton.api import launch
+from openkda.ops.triton.api import launch, padded
 
 EPS = 1e-6
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
@@ -30,22 +29,22 @@ def _launch(
     N, T, HV, K = g.shape
     V, H = og.shape[3], q.shape[2] // K
     y = v.new_empty(N, T, HV, V)
-    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    BK, BV = padded(K), padded(V)
     q, k, v, g, og = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g, og))
     old, new = ((x if x[0].stride(-1) == 1 else (x[0].contiguous(), *x[1:])) for x in (old, new))
     if N:
-        args = (
-            q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new, states,
+        tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new, states)
+        steps = (
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:3], *beta.stride(), *og.stride()[:3],
             *old[0].stride()[:3], *old[1].stride(), *old[2].stride(), *old[3].stride(),
             *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
-            T, bound, EPS, norm_eps, scale,
         )  # fmt: skip
+        numbers = (T, bound, EPS, norm_eps, scale)
         constants = (
             H, HV // H, K, BK, V, BV, wq.shape[1], gate, A_log is not None, dt_bias is not None, slots is not None,
             states is not None, T == 1,
         )  # fmt: skip
-        launch(block_kernel, N * H, args, constants, 4, y.device)
+        launch(block_kernel, N * H, tensors, steps, numbers, constants, 4, y.device)
     return y
 
 

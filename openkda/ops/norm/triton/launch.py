@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from openkda.ops.norm.triton.rows import norm_kernel
-from openkda.ops.triton.api import launch
+from openkda.ops.triton.api import ceil_div, launch, padded
 
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps) -> Tensor")
@@ -20,13 +19,13 @@ def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     gates = flat if gate is None else gate.reshape(-1, D)
     gates = gates if gates.stride(-1) == 1 else gates.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    BD = max(16, triton.next_power_of_2(D))
+    BD = padded(D)
     R = max(1, 2048 // BD)
     rows = flat.shape[0]
     if rows and D:
-        args = (flat, gates, weight.contiguous(), y, flat.stride(0), gates.stride(0), rows, D, eps)
+        tensors, steps = (flat, gates, weight.contiguous(), y), (flat.stride(0), gates.stride(0), D)
         warps = 4 if BD <= 4096 else 8
-        launch(norm_kernel, triton.cdiv(rows, R), args, (R, BD, gate is not None), warps, y.device)
+        launch(norm_kernel, ceil_div(rows, R), tensors, steps, (rows, eps), (R, BD, gate is not None), warps, y.device)
     return y
 
 

@@ -10,7 +10,7 @@ from openkda.ops.triton.api import sigmoid
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    x_p, gate_p, w_p, y_p, sx, sg, rows, D, eps, R: tl.constexpr, BD: tl.constexpr, GATED: tl.constexpr
+    x_p, gate_p, w_p, y_p, sx, sg, D, rows, eps, R: tl.constexpr, BD: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     d = tl.arange(0, BD)

@@ -29,7 +29,7 @@ def _locate(slot, cu_p, T, N, BT: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N"])
 def conv_kernel(
-    x_p, w_p, s_p, cu_p, y_p, sxb, sxt, syb, syt, ssn, ssd, ssw, T, N, D,
+    x_p, w_p, s_p, cu_p, y_p, sxb, sxt, syb, syt, ssn, ssd, ssw, D, T, N,
     BT: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BT tokens of one sequence and BD channels."""
@@ -63,7 +63,7 @@ def conv_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def window_kernel(
-    x_p, s_p, cu_p, out_p, sxb, sxt, ssn, ssd, ssw, T, D,
+    x_p, s_p, cu_p, out_p, sxb, sxt, ssn, ssd, ssw, D, T,
     BD: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, HAS_S: tl.constexpr,
 ):  # fmt: skip
     """The last W - 1 inputs of a sequence, older ones from its own initial window: out [N, D, W - 1], contiguous."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel, window_kernel
-from openkda.ops.triton.api import launch
+from openkda.ops.triton.api import ceil_div, launch
 
 BT, BD = 16, 128  # measured: 0.157 ms for [8192, 12288] in bfloat16, a copy 0.099; 32 x 256 takes 0.186
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
@@ -23,14 +22,15 @@ def _conv(x: Tensor, weight: Tensor, state: Tensor | None, cu: Tensor | None, si
     N = B if cu is None else cu.numel() - 1
     y, window = torch.empty((B, T, D), dtype=x.dtype, device=x.device), x.new_empty(N, D, W - 1)
     strides = (0, 0, 0) if state is None else state.stride()
-    slots = B * triton.cdiv(T, BT) if cu is None else T // BT + N
+    slots = B * ceil_div(T, BT) if cu is None else T // BT + N
     flags = (W, cu is not None, state is not None)
     if slots and D:
-        args = (x, weight, state, cu, y, *x.stride()[:2], *y.stride()[:2], *strides, T, N, D)
-        launch(conv_kernel, slots * triton.cdiv(D, BD), args, (BT, BD, *flags, silu), 4, x.device)
+        steps = (*x.stride()[:2], *y.stride()[:2], *strides, D)
+        constants = (BT, BD, *flags, silu)
+        launch(conv_kernel, slots * ceil_div(D, BD), (x, weight, state, cu, y), steps, (T, N), constants, 4, x.device)
     if N and D:
-        args = (x, state, cu, window, *x.stride()[:2], *strides, T, D)
-        launch(window_kernel, N * triton.cdiv(D, 256), args, (256, *flags), 4, x.device)
+        steps = (*x.stride()[:2], *strides, D)
+        launch(window_kernel, N * ceil_div(D, 256), (x, state, cu, window), steps, (T,), (256, *flags), 4, x.device)
     return y, window
 
 
@@ -39,8 +39,8 @@ def _step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor,
     N, D = x.shape
     y, new = x.new_empty(N, D), x.new_empty(state.shape)
     if N and D:
-        args = (x, weight, state, y, new, x.stride(0), *state.stride(), D)
-        launch(step_kernel, N * triton.cdiv(D, 256), args, (256, weight.shape[1], silu), 4, x.device)
+        tensors, steps = (x, weight, state, y, new), (x.stride(0), *state.stride(), D)
+        launch(step_kernel, N * ceil_div(D, 256), tensors, steps, (), (256, weight.shape[1], silu), 4, x.device)
     return y, new
 
 
