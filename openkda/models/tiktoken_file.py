@@ -79,6 +79,7 @@ class TiktokenTokenizer:
         if len(self._special) != NUM_SPECIAL:
             raise ValueError(f"special: expected {NUM_SPECIAL} different names, received {len(self._special)}")
         self._ranks = ranks
+        self._texts: dict[str, int] | None = None
         self.vocab_size = base + NUM_SPECIAL
         self.eos_id = self.special_id(eos)
         self._encoding = _tiktoken().Encoding(
@@ -91,6 +92,25 @@ class TiktokenTokenizer:
             named = [n for n in self._special if not n.startswith("<|reserved_token_")]
             raise ValueError(f"special token: expected one of {', '.join(named)}, received {name!r}")
         return self._special[name]
+
+    def special_names(self) -> dict[int, str]:
+        """Id -> name of the 256 special tokens."""
+        return {i: name for name, i in self._special.items()}
+
+    def token_text(self, token: int) -> str:
+        """One id as text of its own: bytes read as Latin-1, a special token's name. ValueError out of range.
+
+        An ordinary token that is spelled like a special one gets U+FEFF in front.
+        """
+        self._check([token])
+        text = self._encoding.decode_single_token_bytes(token).decode("latin-1")
+        return "\ufeff" + text if token < len(self._ranks) and text in self._special else text
+
+    def token_texts(self) -> dict[str, int]:
+        """`token_text` of every ordinary token -> its id."""
+        if self._texts is None:
+            self._texts = {self.token_text(rank): rank for rank in self._ranks.values()}
+        return self._texts
 
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text. A special token spelled in it is ordinary text too: its characters, never its id."""
@@ -109,10 +129,13 @@ class TiktokenTokenizer:
         Bytes that are not UTF-8 (a character cut in half) become U+FFFD.
         """
         ids = list(ids)
+        self._check(ids)
+        return self._encoding.decode([i for i in ids if special or i < len(self._ranks)])
+
+    def _check(self, ids: list[int]) -> None:
         outside = [i for i in ids if not 0 <= i < self.vocab_size]
         if outside:
             raise ValueError(f"ids: expected 0..{self.vocab_size - 1}, received {outside[:5]}")
-        return self._encoding.decode([i for i in ids if special or i < len(self._ranks)])
 
     def save(self, directory: str | Path) -> None:
         """Write `tiktoken.model` and the names of the special ids into `directory`, for `load_tiktoken`."""

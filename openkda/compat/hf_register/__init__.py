@@ -4,6 +4,8 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(DIR)       # a Kimi Linear or Kimi K3 directory
     model.generate(...); model.save_pretrained(OUT)         # OUT has the published layout again
+    tokenizer = AutoTokenizer.from_pretrained(DIR)          # tiktoken.model; its chat template is XTML
+    processor = AutoProcessor.from_pretrained(DIR)          # of Kimi K3: the same with pictures
 
 transformers 5.17 and later has a model of its own for `kimi_linear`; after `register()` the Auto classes give ours.
 """
@@ -12,14 +14,14 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Put our configs and models into transformers' Auto classes. Calling it twice changes nothing.
+    """Put our configs, models, tokenizer and processor into transformers' Auto classes. Calling it twice changes nothing.
 
     Raises: ImportError where transformers is missing or older than 5.17.
     """
-    from openkda.compat.hf_register import config, modeling, versions
+    from openkda.compat.hf_register import config, modeling, processor, tokenizer, versions
 
     versions.check()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
     for config_class, model_class in (
         (config.KimiLinearConfig, modeling.KimiLinearForCausalLM),
@@ -27,3 +29,5 @@ def register() -> None:
     ):
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+        AutoTokenizer.register(config_class, tokenizer.TikTokenTokenizer, exist_ok=True)
+    AutoProcessor.register(config.KimiK3Config, processor.KimiK3Processor, exist_ok=True)
