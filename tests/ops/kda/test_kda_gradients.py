@@ -138,3 +138,18 @@ def test_peak_memory(gate: str, B: int, T: int) -> None:
 
     times = peak_bytes(both) / (x.q.numel() * x.q.element_size())
     assert times <= 32, f"{times:.1f} times the bytes of q"
+
+
+def test_inside_torch_compile() -> None:
+    """The graph breaks around the op once; results and gradients are those of the plain call."""
+    x = make_inputs(11, T=40, H=1, K=8).requires_grad_()
+
+    def f(q: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return 2 * kda(q * 0.5, x.k, x.v, g, x.beta, gate=x.gate).output
+
+    compiled = torch.compile(f, backend="eager")
+    want, got = f(x.q, x.g), compiled(x.q, x.g)
+    assert torch.equal(got, want)
+    for a, b in zip(*(torch.autograd.grad(o.sum(), (x.q, x.g)) for o in (got, want)), strict=True):
+        assert torch.equal(a, b)
+    assert torch._dynamo.explain(f)(x.q, x.g).graph_break_count == 1

@@ -23,7 +23,13 @@ def refusals(call: KDACall) -> list[str]:
 
 
 def run(call: KDACall) -> KDAOutput:
-    """See `api.kda`."""
+    """See `api.kda`. torch.compile breaks its graph here and runs this eagerly: its loops depend on the sequence lengths."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_run)(call)
+    return _run(call)
+
+
+def _run(call: KDACall) -> KDAOutput:
     B, T, HV, V = call.v.shape
     S = load_states(call)
     cu = [b * T for b in range(B + 1)] if call.cu_seqlens is None else call.cu_seqlens.tolist()
@@ -107,7 +113,7 @@ class Chunkwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, opts: Settings, spans: Spans, S: Tensor, *tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         t = Tokens(*tokens)  # type: ignore[arg-type]
-        plan = make_plan(spans, t.g[0].numel() * S.element_size() if len(t.g) else 1)
+        plan = make_plan(spans, t.g.shape[1] * t.g.shape[2] * S.element_size(), t.g.device.type)
         o, S = torch.zeros_like(t.v, memory_format=torch.contiguous_format), S.clone()
         keep = any(ctx.needs_input_grad)
         saved: list[Tensor] = []

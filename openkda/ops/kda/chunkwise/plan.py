@@ -17,7 +17,8 @@ from torch import Tensor
 
 CHUNK = 64
 TILE = 16
-SEGMENT_BYTES = 1 << 19  # of one [tokens, HV, K] tensor of a segment
+SEGMENT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Of one [tokens, HV, K] tensor of a segment: about the cache of a core; on a GPU large enough to fill it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Block:
             yield Segment(self, first, min(self.step, self.chunks - first))
 
 
-def make_plan(spans: list[tuple[int, int]], token_bytes: int) -> list[Block]:
+def make_plan(spans: list[tuple[int, int]], token_bytes: int, device: str = "cpu") -> list[Block]:
     """spans: (first row, end row) of every sequence; empty ones appear in no block. token_bytes: HV * K values."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for n, (start, end) in enumerate(spans):
@@ -50,7 +51,9 @@ def make_plan(spans: list[tuple[int, int]], token_bytes: int) -> list[Block]:
             alike[chunk, -(-length // chunk)].append(n)
     blocks = []
     for (chunk, chunks), members in alike.items():
-        room = max(1, SEGMENT_BYTES // (chunk * token_bytes))  # chunks that fit a segment
+        room = max(
+            1, SEGMENT_BYTES.get(device, SEGMENT_BYTES["cuda"]) // (chunk * token_bytes)
+        )  # chunks that fit a segment
         for at in range(0, len(members), room):
             part = tuple(members[at : at + room])
             starts = tuple(spans[n][0] for n in part)
