@@ -15,22 +15,22 @@ from openkda.ops.kda.triton.launch import Args, unit_stride
 from openkda.ops.kda.triton.register import _LIBRARY, _OPTIONS, _TOKENS, kda_op
 
 _LIBRARY.define(
-    f"kda_backward({_TOKENS}, Tensor? state, Tensor? do, Tensor? ds, {_OPTIONS}, ScalarType state_dtype, bool exact)"
+    f"kda_backward({_TOKENS}, Tensor? state, Tensor o, Tensor? do, Tensor? ds, {_OPTIONS}, ScalarType state_dtype, bool exact)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _kda_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+def _kda_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, o, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     gate, bound, scale, l2norm, sigmoid, _, v_first, state_dtype, exact = options
     a = Args(
         unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, state, None, None,
         gate, bound, scale, l2norm, sigmoid, True, v_first, state_dtype, exact, False,
     )  # fmt: skip
-    found = backward(a, None if do is None else unit_stride(do), ds, state is not None)
+    found = backward(a, o, None if do is None else unit_stride(do), ds, state is not None)
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-def _fake_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+def _fake_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, o, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     like = (q, k, v, g, beta, A_log, dt_bias)
     grads = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
     return (*grads, q.new_empty(0) if state is None else state.new_empty(state.shape, dtype=torch.float32))
@@ -42,7 +42,7 @@ kda_backward_op = torch.ops.openkda.kda_backward.default
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:9])  # q, k, v, g, beta, A_log, dt_bias, cu, state
+    ctx.save_for_backward(*inputs[:9], output[0])  # q, k, v, g, beta, A_log, dt_bias, cu, state, o
     ctx.options = inputs[10:]
     ctx.set_materialize_grads(False)
 
@@ -52,7 +52,7 @@ def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | No
         raise NotImplementedError("gradients through states at chosen positions: use impl='chunkwise'")
     tensors = ctx.saved_tensors
     if do is None and ds is None:
-        return (None,) * (len(tensors) + 1 + len(ctx.options))
+        return (None,) * (len(tensors) + len(ctx.options))
     found = kda_backward_op(*tensors, do, ds, *ctx.options)
     grads = [g if need else None for g, need in zip(found, _differentiable(ctx.needs_input_grad), strict=True)]
     state = tensors[8]

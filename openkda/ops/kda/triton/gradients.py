@@ -13,9 +13,10 @@ Four tiles of 16 tokens, every product [16, 16] x [16, K]. Between two tiles the
 between} * e^{suffix in j}: the middle factor is one vector of channels, multiplied after the product. Inside a tile a
 bounded gate takes the tile's middle as anchor (16 tokens stay in float32 range); any other gate groups its pairs into
 levels, as `prepare.py` does. No exponent is positive but the bounded tile's.
-A program first leaves the decayed operands of its four tiles in a scratch buffer, then walks the tiles from the last to the
-first with the sum of dP over later tokens in hand: loops instead of unrolled code, because 24 unrolled products took
-70 s to compile and spilled.
+A program owns a slice of channels of one chunk. It first leaves the decayed operands of its four tiles in a scratch buffer, then
+walks the tiles from the last to the first with the sum of dP over later tokens in hand: loops instead of unrolled code,
+because 24 unrolled products took 70 s to compile and spilled. Slices of 32 channels and one warp, because eight warps
+on whole rows waited for each other at every small product (7.6 ms at H = 96, T = 8192, K = 128 on an H200).
 A pair adds to dP at its row what it subtracts at its column. Both sides multiply the same rounded operands, so that the two cancel
 in the sum over later tokens: with q and k unrounded on one side a fast gate's gradient drowned in what was left (9.8e-2
 of it at log decays near -5, bfloat16).
@@ -50,35 +51,34 @@ def _tile_decay(p_z, p_dt, m, m_c, rate, bound, GATE: tl.constexpr, HAS_DT: tl.c
 
 
 @triton.jit
-def _unit(p, m, eps, L2NORM: tl.constexpr):
-    """[16, BK] rows and what they were multiplied by to have length one."""
+def _unit(p, m, p_norm, real, L2NORM: tl.constexpr):
+    """[16, BS] of the rows of length one, and what they were multiplied by to have it."""
     x = tl.load(p, m, other=0.0).to(tl.float32)
     r = tl.full([16], 1.0, tl.float32)
     if L2NORM:
-        r = tl.rsqrt(tl.sum(x * x, axis=1) + eps)
+        r = tl.load(p_norm, real, other=0.0)
         x *= r[:, None]
     return x, r
 
 
 @triton.jit
 def _leave_operands(
-    p_q, p_k, p_z, p_dt, p_dke, p_op, p_total, sqt, skt, sgt, left, m_c, rate, bound, eps,
-    K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, HAS_DT: tl.constexpr, L2NORM: tl.constexpr, OP: tl.constexpr,
+    p_q, p_k, p_z, p_dt, p_norm, p_dke, p_op, p_total, at_w, c, sqt, skt, sgt, left, count, m_c, rate, bound,
+    BK: tl.constexpr, BS: tl.constexpr, GATE: tl.constexpr, HAS_DT: tl.constexpr, L2NORM: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """First walk: every tile's q and k decayed from its start and k decayed to its end, [3, 64, BK], and its log2 decay.
 
-    Returns the log2 decay of the whole chunk and sum_i ke_i d(ke)_i, [BK] each.
+    Returns the log2 decay of the whole chunk and sum_i ke_i d(ke)_i, [BS] each.
     """
     i = tl.arange(0, 16)
-    c = tl.arange(0, BK)
-    at_w = i[:, None] * BK + c[None, :]
-    after = tl.zeros([BK], tl.float32)
-    written = tl.zeros([BK], tl.float32)
-    for back in tl.range(0, 4):
-        t = 48 - 16 * back
-        m = (t + i < left)[:, None] & m_c[None, :]
-        q, _ = _unit(p_q + ((t + i)[:, None] * sqt + c[None, :]), m, eps, L2NORM)
-        k, _ = _unit(p_k + ((t + i)[:, None] * skt + c[None, :]), m, eps, L2NORM)
+    after = tl.zeros([BS], tl.float32)
+    written = tl.zeros([BS], tl.float32)
+    for back in tl.range(0, count):
+        t = 16 * (count - 1 - back)
+        real = t + i < left
+        m = real[:, None] & m_c[None, :]
+        q, _ = _unit(p_q + ((t + i)[:, None] * sqt + c[None, :]), m, p_norm + 3 * t + 16 + i, real, L2NORM)
+        k, _ = _unit(p_k + ((t + i)[:, None] * skt + c[None, :]), m, p_norm + 3 * t + i, real, L2NORM)
         _, g = _tile_decay(p_z + ((t + i)[:, None] * sgt + c[None, :]), p_dt, m, m_c, rate, bound, GATE, HAS_DT)
         P = tl.cumsum(g, axis=0)
         R = tl.sum(g, axis=0)
@@ -95,12 +95,12 @@ def _leave_operands(
 
 
 @triton.jit
-def _as_rows(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+def _as_rows(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
     """What the earlier tiles give to the dq and dk of `tile` (its own prefix decay pending), and their log2 decay."""
     i = tl.arange(0, 16)
-    dq = tl.zeros([16, BK], tl.float32)
-    dk = tl.zeros([16, BK], tl.float32)
-    between = tl.zeros([BK], tl.float32)
+    dq = tl.zeros([16, BS], tl.float32)
+    dk = tl.zeros([16, BS], tl.float32)
+    between = tl.zeros([BS], tl.float32)
     for back in tl.range(1, tile + 1):
         other = tile - back
         at = (16 * tile + i)[:, None] * 64 + (16 * other + i)[None, :]
@@ -113,12 +113,14 @@ def _as_rows(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, OP: tl.constexpr,
 
 
 @triton.jit
-def _as_columns(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+def _as_columns(
+    p_d, p_op, at_w, p_total, tile, count, BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr
+):
     """What the later tiles give to the dk of `tile` (its own suffix decay pending), and their log2 decay."""
     i = tl.arange(0, 16)
-    dk = tl.zeros([16, BK], tl.float32)
-    between = tl.zeros([BK], tl.float32)
-    for other in tl.range(tile + 1, 4):
+    dk = tl.zeros([16, BS], tl.float32)
+    between = tl.zeros([BS], tl.float32)
+    for other in tl.range(tile + 1, count):
         at = (16 * other + i)[None, :] * 64 + (16 * tile + i)[:, None]  # transposed
         d = tl.dot(tl.load(p_d + at).to(OP), tl.load(p_op + 16 * other * BK + at_w), input_precision=PREC)
         d = tl.dot(
@@ -130,7 +132,7 @@ def _as_columns(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, OP: tl.constex
 
 
 @triton.jit
-def _own_pairs(p_d, tile, q, k, g, bound, BK: tl.constexpr, GATE: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+def _own_pairs(p_d, tile, q, k, g, bound, BS: tl.constexpr, GATE: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
     """Pairs inside a tile: dq, dk and dP."""
     i = tl.arange(0, 16)
     at = (16 * tile + i)[:, None] * 64 + (16 * tile + i)[None, :]
@@ -154,7 +156,7 @@ def _own_pairs(p_d, tile, q, k, g, bound, BK: tl.constexpr, GATE: tl.constexpr, 
         dP = qu * q1 + ku * row - kc * col
         return dq + q1 * up, dk + row * up + col * down, dP
     else:
-        dP = tl.zeros([16, BK], tl.float32)
+        dP = tl.zeros([16, BS], tl.float32)
         P = g
         Q = g * 0.0
         R = g
@@ -174,21 +176,21 @@ def _own_pairs(p_d, tile, q, k, g, bound, BK: tl.constexpr, GATE: tl.constexpr, 
             dP += qe * q1 + tl.where(upper[:, None], ke * d, -(ke * d))
             dq += q1 * e
             dk += d * e
-            P, Q, R = _merge_runs(P, Q, R, 1 << j, BK)
+            P, Q, R = _merge_runs(P, Q, R, 1 << j, BS)
         return dq, dk, dP
 
 
 @triton.jit
-def _merge_runs(P, Q, R, b: tl.constexpr, BK: tl.constexpr):
-    """Sums over runs of b tokens (prefix P, suffix Q [16, BK], total R [16 / b, BK]) -> over runs of 2b tokens."""
+def _merge_runs(P, Q, R, b: tl.constexpr, BS: tl.constexpr):
+    """Sums over runs of b tokens (prefix P, suffix Q [16, BS], total R [16 / b, BS]) -> over runs of 2b tokens."""
     NR: tl.constexpr = 16 // (2 * b)
     side = tl.arange(0, 2)
-    pair = tl.reshape(R, [NR, 2, BK])
+    pair = tl.reshape(R, [NR, 2, BS])
     before = tl.sum(tl.where(side[None, :, None] == 0, pair, 0.0), axis=1)
     after = tl.sum(tl.where(side[None, :, None] == 1, pair, 0.0), axis=1)
     second = side[None, :, None, None] == 1
-    P = tl.reshape(tl.reshape(P, [NR, 2, b, BK]) + tl.where(second, before[:, None, None, :], 0.0), [16, BK])
-    Q = tl.reshape(tl.reshape(Q, [NR, 2, b, BK]) + tl.where(second, 0.0, after[:, None, None, :]), [16, BK])
+    P = tl.reshape(tl.reshape(P, [NR, 2, b, BS]) + tl.where(second, before[:, None, None, :], 0.0), [16, BS])
+    Q = tl.reshape(tl.reshape(Q, [NR, 2, b, BS]) + tl.where(second, 0.0, after[:, None, None, :]), [16, BS])
     return P, Q, before + after
 
 
@@ -206,50 +208,55 @@ def _gate_gradient(dg, z, g2, rate, bound, GATE: tl.constexpr):
         return dg, dg * 0.0
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots"])
+@triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
 def gradients_kernel(
-    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, op_p, total_p,
+    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, op_p, total_p, norm_p, rows_p,
     dq_p, dk_p, dz_p, ddt_p, dA_log_p,
     sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh,
-    T, N, slots, bound, eps,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    B, T, N, slots, tiles, bound,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk of 64 tokens and value head.
+    """One program a chunk of 64 tokens, value head and slice of BS channels.
 
     d [HV, slots, 2, 64, 64], wide [HV, slots, 3, 64, BK] and both [HV, slots, BK] from `products.py`.
-    op [HV, slots, 3, 64, BK] and total [HV, slots, 4, BK] are scratch.
+    op [HV, slots, 3, 64, BK] and total [HV, slots, 4, BK] are scratch; norm [HV, tiles, 3, 16] from `prepare.py`,
+    rows [2, B, T, HV] from `products.py`.
     Writes dq, dk, dz [B, T, HV, K], ddt [slots, HV, K], dA_log [slots, HV, K].
     """
     C: tl.constexpr = 64
+    NS: tl.constexpr = BK // BS
     pid = tl.program_id(0).to(tl.int64)
-    h = pid % HV
-    slot = pid // HV
+    c = pid % NS * BS + tl.arange(0, BS)
+    h = pid // NS % HV
+    slot = pid // NS // HV
     if PACKED:
         n = find_sequence(slot, cu_p, N, C)
         start = tl.load(cu_p + n).to(tl.int64)
         first = (slot - (start // C + n)) * C
         length = tl.load(cu_p + n + 1).to(tl.int64) - start
+        tile0 = start // 16 + n + first // 16
         batch = n * 0
     else:
         per = tl.cdiv(T, C)
         batch = slot // per
         first = (slot % per) * C
         length = T.to(tl.int64)
+        tile0 = batch * tl.cdiv(T, 16) + first // 16
         start = batch * 0
     i = tl.arange(0, 16)
-    c = tl.arange(0, BK)
     m_c = c < K
     p_sum = (slot * HV + h) * K + c
     if first >= length:
         if HAS_DT:
-            tl.store(ddt_p + p_sum, tl.zeros([BK], tl.float32), m_c)
+            tl.store(ddt_p + p_sum, tl.zeros([BS], tl.float32), m_c)
         if HAS_A:
-            tl.store(dA_log_p + p_sum, tl.zeros([BK], tl.float32), m_c)
+            tl.store(dA_log_p + p_sum, tl.zeros([BS], tl.float32), m_c)
         return
     row = start + first
-    left = length - first
+    left = (length - first).to(tl.int32)
+    count = tl.minimum((left + 15) // 16, 4)  # not a constant: unrolled loops spilled
     # Scalar 64-bit bases and small 32-bit offsets: tensors of pointers cost 100 registers here.
     p_q = q_p + batch * sqb + h // GROUP * sqh + row * sqt
     p_k = k_p + batch * skb + h // GROUP * skh + row * skt
@@ -268,45 +275,60 @@ def gradients_kernel(
     at_z = i[:, None] * sgt + c[None, :]
     at_out = i[:, None] * (HV * K) + c[None, :]
     at_w = i[:, None] * BK + c[None, :]
+    p_norm = norm_p + (h * tiles + tile0) * 48
+    p_rows = rows_p + (batch * T + row) * HV + h
     rate = 1.0
     if HAS_A:
         rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)
 
     whole, carry = _leave_operands(
-        p_q, p_k, p_z, p_dt, p_wide + 2 * C * BK, p_op, p_total, sqt, skt, sgt, left, m_c, rate, bound, eps,
-        K, BK, GATE, HAS_DT, L2NORM, OP,
+        p_q, p_k, p_z, p_dt, p_norm, p_wide + 2 * C * BK, p_op, p_total, at_w, c, sqt, skt, sgt, left, count, m_c, rate, bound,
+        BK, BS, GATE, HAS_DT, L2NORM, OP,
     )  # fmt: skip
     tl.debug_barrier()  # the tiles read each other's operands
     carry += tl.load(both_p + block * BK + c) * tl.exp2(whole)
-    ddt = tl.zeros([BK], tl.float32)
-    dA = tl.zeros([BK], tl.float32)
-    for back in tl.range(0, 4):
-        tile = 3 - back
+    ddt = tl.zeros([BS], tl.float32)
+    dA = tl.zeros([BS], tl.float32)
+    for back in tl.range(0, count):
+        tile = count - 1 - back
         t = 16 * tile
-        m = (t + i < left)[:, None] & m_c[None, :]
-        dq, row_k, before = _as_rows(p_d, p_op, at_w, p_total, tile, BK, OP, PREC)
-        col_k, after = _as_columns(p_d, p_op, at_w, p_total, tile, BK, OP, PREC)
-        q, q_norm = _unit(p_q + t * sqt + at_q, m, eps, L2NORM)
-        k, k_norm = _unit(p_k + t * skt + at_k, m, eps, L2NORM)
-        z, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
-        own_q, own_k, dP = _own_pairs(p_d, tile, q, k, g, bound, BK, GATE, OP, PREC)
+        real = t + i < left
+        m = real[:, None] & m_c[None, :]
+        # One contribution after the other, each added at once: all of them held together spilled.
+        q, q_norm = _unit(p_q + t * sqt + at_q, m, p_norm + 48 * tile + 16 + i, real, L2NORM)
+        k, k_norm = _unit(p_k + t * skt + at_k, m, p_norm + 48 * tile + i, real, L2NORM)
+        _, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
+        dq, dk, dP = _own_pairs(p_d, tile, q, k, g, bound, BS, GATE, OP, PREC)
         P = tl.cumsum(g, axis=0)
         near = tl.exp2(P)
         far = tl.exp2(tl.minimum(tl.sum(g, axis=0)[None, :] - P, 0.0))
-        dP += (q * near).to(OP) * dq + (k * near).to(OP) * row_k - (k * far).to(OP) * col_k
-        begin = near * tl.exp2(before)[None, :]
-        dqd = begin * tl.load(p_wide + t * BK + at_w)
-        dkd = begin * tl.load(p_wide + (C + t) * BK + at_w)
-        dke = far * tl.exp2(after)[None, :] * tl.load(p_wide + (2 * C + t) * BK + at_w)
-        dP += q * dqd + k * (dkd - dke)
-        dq = near * dq + dqd + own_q
-        dk = near * row_k + far * col_k + dkd + dke + own_k
+        d, d_k, before = _as_rows(p_d, p_op, at_w, p_total, tile, BK, BS, OP, PREC)
+        dP += (q * near).to(OP) * d + (k * near).to(OP) * d_k
+        e = tl.exp2(before)[None, :]
+        d = near * d
+        d_k = near * d_k
+        near *= e
+        w = near * tl.load(p_wide + t * BK + at_w)
+        dP += q * w
+        dq += d + w
+        w = near * tl.load(p_wide + (C + t) * BK + at_w)
+        dP += k * w
+        dk += d_k + w
+        d, after = _as_columns(p_d, p_op, at_w, p_total, tile, count, BK, BS, OP, PREC)
+        dP -= (k * far).to(OP) * d
+        dk += far * d
+        w = far * tl.exp2(after)[None, :] * tl.load(p_wide + (2 * C + t) * BK + at_w)
+        dP -= k * w
+        dk += w
         if L2NORM:
-            dq = q_norm[:, None] * (dq - q * tl.sum(q * dq, axis=1)[:, None])
-            dk = k_norm[:, None] * (dk - k * tl.sum(k * dk, axis=1)[:, None])
+            along_q = tl.load(p_rows + (t + i) * HV, real, other=0.0)
+            along_k = tl.load(p_rows + B.to(tl.int64) * T * HV + (t + i) * HV, real, other=0.0)
+            dq = q_norm[:, None] * (dq - q * along_q[:, None])
+            dk = k_norm[:, None] * (dk - k * along_k[:, None])
         tl.store(dq_p + out + t * (HV * K) + at_out, dq.to(dq_p.dtype.element_ty), m)
         tl.store(dk_p + out + t * (HV * K) + at_out, dk.to(dk_p.dtype.element_ty), m)
         dg = tl.cumsum(dP, axis=0, reverse=True) + carry[None, :]
+        z, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
         dz, dA_log = _gate_gradient(dg, z, g, rate, bound, GATE)
         tl.store(dz_p + out + t * (HV * K) + at_out, dz.to(dz_p.dtype.element_ty), m)
         carry += tl.sum(dP, axis=0)

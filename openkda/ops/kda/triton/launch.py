@@ -180,7 +180,7 @@ def _pass(
     steps: tuple[int, ...] = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g), *a.beta.stride())
     constants: tuple[object, ...] = (
         HV, HV // H, K, BK, min(32, BK), C, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None,
-        a.l2norm, a.sigmoid, scaled, _TL[op], small, small, small, False,
+        a.l2norm, a.sigmoid, scaled, _TL[op], small, small, small, False, False,
     )  # fmt: skip
     launch(prepare_kernel, slots * HV, tensors, steps, (T, N, slots, a.bound, EPS), constants, 1, o.device)
     leader, places = None, None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import power_of_two
+from openkda.ops.kda.triton.gate_math import power_of_two, round_mantissa
 
 
 @triton.jit
@@ -72,9 +72,10 @@ def replay_kernel(
         ke = tl.load(ke_p + p_wide)
         decay = tl.load(p_decay)
         vt = tl.trans(tl.load(p_v, m_v, other=0.0)).to(tl.float32)
-        tl.store(p_s + (i // SAVE) * (V * BK), S.to(s_p.dtype.element_ty), (x < V)[:, None] & (i % SAVE == 0))
+        if i % SAVE == 0:
+            tl.store(p_s + (i // SAVE) * (V * BK), S.to(s_p.dtype.element_ty), (x < V)[:, None])
         D = vt - scaled_dot(S, tl.trans(kd), OP, PREC)
-        U = scaled_dot(D, tl.trans(T1.to(OP)), OP, PREC)
+        U = tl.dot(round_mantissa(D, PREC), tl.trans(T1), input_precision=PREC)
         tl.store(p_u, tl.trans(U).to(u_p.dtype.element_ty), m_v)
         S = S * decay[None, :] + scaled_dot(U, ke, OP, PREC)
         p_wide += C * BK

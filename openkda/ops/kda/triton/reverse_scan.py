@@ -11,8 +11,8 @@ and its reverse, from the gradient dS' of the leaving state and do of the output
 dD is the gradient of v. A program owns BV value channels of one head of one sequence, holds dS^T [BV, BK] in float32
 registers, and leaves dD, and dS' of every SAVE chunks (for `products.py`).
 
-float16 operands carry a power of two per value channel, since nothing bounds a gradient. They are used for keys of unit length,
-whose T and M stay within a few units; other keys take bfloat16.
+float16 operands carry a power of two per value channel, since nothing bounds a gradient; T and M, which are small, are met in
+tf32, which has float32's range.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from openkda.ops.kda.triton.gate_math import round_mantissa
 from openkda.ops.kda.triton.replay import scaled_dot
 
 
@@ -78,14 +79,15 @@ def reverse_scan_kernel(
         T1 = tl.load(p_square)
         M1 = tl.load(p_square + C * C)
         decay = tl.load(p_decay)
-        tl.store(p_ds + (chunk // SAVE) * (V * BK), dS.to(ds_p.dtype.element_ty), (x < V)[:, None] & leaves)
+        if leaves:
+            tl.store(p_ds + (chunk // SAVE) * (V * BK), dS.to(ds_p.dtype.element_ty), (x < V)[:, None])
         dU = scaled_dot(dS, tl.trans(ke), OP, PREC)
         dS *= decay[None, :]
         if HAS_DO:
             dot = tl.trans(tl.load(p_do, m_v, other=0.0)).to(tl.float32) * scale
-            dU += scaled_dot(dot, M1.to(OP), OP, PREC)
+            dU = tl.dot(round_mantissa(dot, PREC), M1, dU, input_precision=PREC)
             dS += scaled_dot(dot, qd, OP, PREC)
-        dD = scaled_dot(dU, T1.to(OP), OP, PREC)
+        dD = tl.dot(round_mantissa(dU, PREC), T1, input_precision=PREC)
         dS -= scaled_dot(dD, kd, OP, PREC)
         tl.store(p_dd, tl.trans(dD).to(dd_p.dtype.element_ty), m_v)
         p_wide -= C * BK
