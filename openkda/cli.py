@@ -164,6 +164,26 @@ def demo(
     return 130 if result.interrupted else 0
 
 
+@app.command()
+def warmup(
+    model: Annotated[str, typer.Argument(help="A preset's name: its head sizes decide which kernels are compiled.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+) -> int:
+    """Compile the GPU kernels of a model ahead of its first request."""
+    import torch
+
+    from openkda.models.presets import PRESETS
+    from openkda.models.warmup import warmup as compile_kernels
+
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    for name, value, known in (("model", model, PRESETS), ("--dtype", dtype, dtypes)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, received {value!r}")
+    for step, seconds in compile_kernels(PRESETS[model], dtype=dtypes[dtype]):
+        print(f"{seconds:7.2f} s  {step}")
+    return 0
+
+
 @app.command("make-checkpoint")
 def make_checkpoint(
     out: Annotated[Path, typer.Option(help="Directory to write.")],

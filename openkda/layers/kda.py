@@ -25,6 +25,7 @@ from openkda.layers.short_conv import ShortConvolution
 from openkda.layers.state import KDAState
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
 
 DT_RANGE = (1e-3, 1e-1)  # dt_bias starts as the inverse softplus of a log-uniform draw from here
 A_RANGE = (1.0, 16.0)  # exp(A_log) of the softplus gate starts uniform here; A_log of the bounded gate starts at 0
@@ -120,6 +121,8 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
 
     def _step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
         """One token for every sequence: x [N, 1, hidden_size]."""
+        if x.is_cuda and self.impl is None:
+            return self._fused_step(x, state)
         x = x[:, 0]
         q, conv_q = self.q_conv1d.step(self.q_proj(x), state.conv_q)
         k, conv_k = self.k_conv1d.step(self.k_proj(x), state.conv_k)
@@ -138,9 +141,32 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
         )
         return self._output(o, x).unsqueeze(1), KDAState(recurrent, conv_q, conv_k, conv_v)
 
+    def _fused_step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
+        """The same step as one op between the projections: a pass over the state, one launch."""
+        weights = BlockWeights(
+            *(conv.weight[:, 0] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)),
+            self.o_norm.weight,
+            self.o_norm.eps,
+        )
+        y, new, _ = kda_block(
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+            self._split(self.f_b_proj(self.f_a_proj(x)), self.key_dim),
+            self.b_proj(x),
+            self._output_gate(x),
+            weights=weights,
+            state=BlockState(state.recurrent, state.conv_q, state.conv_k, state.conv_v),
+            gate=self.gate(),
+        )
+        assert new is not None  # for the type checker: only keep="all" returns none
+        return self.o_proj(y.flatten(-2)), KDAState(*new.tensors())
+
+    def _output_gate(self, x: Tensor) -> Tensor:
+        return self._split(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)), self.v_dim)
+
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        return self.o_proj(self.o_norm(o, self._split(gate, self.v_dim)).flatten(-2))
+        return self.o_proj(self.o_norm(o, self._output_gate(x)).flatten(-2))
 
     @staticmethod
     def _split(x: Tensor, head_dim: int) -> Tensor:

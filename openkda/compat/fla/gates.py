@@ -58,7 +58,9 @@ def fused_kda_gate(
         bias = dt_bias if g_bias is None else g_bias
         return _old_gate(g, A_log, head_k_dim, bias, lower_bound, beta, threshold, output_dtype)
     if g_bias is not None or beta != 1.0 or threshold != 20.0:
-        raise ValueError("g_bias, beta, threshold: expected only with head_k_dim (the 0.4 form); 0.6.0 calls it dt_bias")
+        raise ValueError(
+            "g_bias, beta, threshold: expected only with head_k_dim (the 0.4 form); 0.6.0 calls it dt_bias"
+        )
     if isinstance(lower_bound, Tensor):
         raise TypeError("lower_bound: expected a number or None, received a tensor")
     if lower_bound is not None:
@@ -81,7 +83,9 @@ def _old_gate(
     if lower_bound is not None:
         raise ValueError(f"lower_bound: expected None in the 0.4 form, received {lower_bound}")
     if A_log is None or g.shape[-1] % head_k_dim:
-        raise ValueError(f"A_log and g: expected H values and [..., H * {head_k_dim}], received {A_log} and {list(g.shape)}")
+        raise ValueError(
+            f"A_log and g: expected H values and [..., H * {head_k_dim}], received {A_log} and {list(g.shape)}"
+        )
     g = g.unflatten(-1, (-1, head_k_dim))
     return (-_rate(A_log, g) * F.softplus(_shifted(g, bias), beta, threshold)).to(dtype)
 
@@ -93,5 +97,7 @@ def _shifted(g: Tensor, bias: Tensor | None) -> Tensor:
 
 def _rate(A_log: Tensor, g: Tensor) -> Tensor:
     if A_log.numel() != g.shape[-2]:
-        raise ValueError(f"A_log: expected {g.shape[-2]} values (heads of g {list(g.shape)}), received {list(A_log.shape)}")
+        raise ValueError(
+            f"A_log: expected {g.shape[-2]} values (heads of g {list(g.shape)}), received {list(A_log.shape)}"
+        )
     return A_log.reshape(-1, 1).float().exp()

@@ -61,12 +61,16 @@ def chunk_kda(
     if safe_gate and use_gate_in_kernel and (lower_bound is None or not -5 <= lower_bound < 0):
         raise ValueError(f"lower_bound: expected a value in [-5, 0) with safe_gate=True, received {lower_bound}")
     if use_graph and max_num_seqs is not None and cu_seqlens is not None and len(cu_seqlens) != max_num_seqs + 1:
-        raise ValueError(f"cu_seqlens: expected max_num_seqs + 1 = {max_num_seqs + 1} entries, received {len(cu_seqlens)}")
+        raise ValueError(
+            f"cu_seqlens: expected max_num_seqs + 1 = {max_num_seqs + 1} entries, received {len(cu_seqlens)}"
+        )
     state_v_first = _layout(state_v_first, transpose_state_layout)
     positions = None
     if return_intermediate_states:
         if torch.is_grad_enabled():
-            raise ValueError("return_intermediate_states: expected torch.inference_mode() or no_grad(), gradients are enabled")
+            raise ValueError(
+                "return_intermediate_states: expected torch.inference_mode() or no_grad(), gradients are enabled"
+            )
         chunks = _chunks(q, cu_seqlens, cu_seqlens_cpu, chunk_size)
         positions = torch.tensor([p for _, p in chunks if p >= 0], dtype=torch.int64, device=q.device)
     out = _kda(
@@ -147,13 +151,13 @@ def naive_chunk_kda(
     return out.output, out.final_state
 
 
-def _check_flags(
-    sigmoid: bool, negative: bool, gate: bool, A_log: Tensor | None, lower_bound: float | None
-) -> None:
+def _check_flags(sigmoid: bool, negative: bool, gate: bool, A_log: Tensor | None, lower_bound: float | None) -> None:
     if negative and not sigmoid:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, received False")
     if gate and A_log is None and lower_bound is None:
-        raise ValueError("A_log: expected a tensor of HV values with use_gate_in_kernel=True and no lower_bound, received None")
+        raise ValueError(
+            "A_log: expected a tensor of HV values with use_gate_in_kernel=True and no lower_bound, received None"
+        )
 
 
 def _layout(v_first: bool, old: bool | None) -> bool:

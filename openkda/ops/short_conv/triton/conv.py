@@ -27,38 +27,61 @@ def _locate(slot, cu_p, T, N, BT: tl.constexpr, PACKED: tl.constexpr):
     return n, batch, start, length, first
 
 
+@triton.jit
+def _before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
+    """Input `at` of a sequence for at >= -(W - 1): from the initial window below 0, else from x."""
+    x = tl.load(x_p + at.to(tl.int64) * sxt, mask & (at >= 0), other=0.0).to(tl.float32)
+    if HAS_S:
+        x += tl.load(s_p + (at + W - 1) * ssw, mask & (at < 0) & (at >= 1 - W), other=0.0).to(tl.float32)
+    return x
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def conv_kernel(
     x_p, w_p, s_p, cu_p, y_p, sxb, sxt, syb, syt, ssn, ssd, ssw, D, T, N,
     BT: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BT tokens of one sequence and BD channels."""
+    """One program a block of BT tokens of one sequence and BD channels: row after row, the window in registers, so that an
+    input is read once (four shifted loads of a tile took 0.157 ms where a copy takes 0.099)."""
+    STEP: tl.constexpr = 8
     pid = tl.program_id(0)
     blocks = tl.cdiv(D, BD)
     n, batch, start, length, first = _locate(pid // blocks, cu_p, T, N, BT, PACKED)
     if first >= length:
         return
-    t = first + tl.arange(0, BT)
     d = (pid % blocks) * BD + tl.arange(0, BD)
-    m_d = (d < D)[None, :]
-    x_p += batch * sxb + d[None, :]
-    y = tl.zeros([BT, BD], tl.float32)
-    for j in tl.static_range(W):
-        at = t + (j - W + 1)
-        m = ((at >= 0) & (at < length))[:, None] & m_d
-        x = tl.load(x_p + (start + at)[:, None] * sxt, m, other=0.0).to(tl.float32)
-        if HAS_S and j < W - 1:  # noqa: SIM102 (the first is known when compiling)
-            if first == 0:
-                old = s_p + n.to(tl.int64) * ssn + d[None, :] * ssd + (at + W - 1)[:, None] * ssw
-                x += tl.load(old, (at < 0)[:, None] & m_d, other=0.0).to(tl.float32)
-        y += x * tl.load(w_p + d * W + j, d < D, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        y *= sigmoid(y)
-    tl.store(
-        y_p + batch * syb + (start + t)[:, None] * syt + d[None, :],
-        y.to(y_p.dtype.element_ty),
-        (t < length)[:, None] & m_d,
-    )
+    m = d < D
+    x_p += batch * sxb + start * sxt + d
+    y_p += batch * syb + start * syt + d
+    old = x_p
+    if HAS_S:
+        old = s_p + n.to(tl.int64) * ssn + d * ssd
+    a = tl.zeros([BD], tl.float32)
+    b = a
+    wa = a
+    wb = a
+    if W == 4:
+        a = _before(x_p, old, sxt, ssw, first - 3, m, W, HAS_S)
+        wa = tl.load(w_p + d * W, m, other=0.0).to(tl.float32)
+    if W >= 3:
+        b = _before(x_p, old, sxt, ssw, first - 2, m, W, HAS_S)
+        wb = tl.load(w_p + d * W + W - 3, m, other=0.0).to(tl.float32)
+    c = _before(x_p, old, sxt, ssw, first - 1, m, W, HAS_S)
+    wc = tl.load(w_p + d * W + W - 2, m, other=0.0).to(tl.float32)
+    wx = tl.load(w_p + d * W + W - 1, m, other=0.0).to(tl.float32)
+    x_p += first.to(tl.int64) * sxt
+    y_p += first.to(tl.int64) * syt
+    for t in range(first, tl.minimum(first + BT, length), STEP):
+        for j in tl.static_range(STEP):
+            live = m & (t + j < length)
+            x = tl.load(x_p, live, other=0.0).to(tl.float32)
+            y = a * wa + b * wb + c * wc + x * wx
+            if SILU:
+                y *= sigmoid(y)
+            tl.store(y_p, y.to(y_p.dtype.element_ty), live)
+            x_p += sxt
+            y_p += syt
+            a, b, c = b, c, x
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -1,0 +1,323 @@
+"""KDA on a GPU beside its peers: correctness first, then one table, kept under benchmarks/results/.
+
+    python benchmarks/kda.py            everything, about three minutes
+    python benchmarks/kda.py --quick    the two headline rows and decoding at batch 32
+
+Columns: ours (what `openkda.kda` chooses by itself), ours by name (impl="triton"), fla-core and cudnn-frontend where
+installed, the floor, and ours over the floor. The floor counts every input read and every output written once, at the copy
+bandwidth measured in the same run. Gate, l2norm and the sigmoid of beta are inside everywhere; states go in and out. Times are
+medians; decoding runs in a CUDA graph over states larger than the cache. Slow gates are the raw gates shifted by -6: code
+whose time depends on the gate's values shows it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import openkda
+from openkda import kda
+from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
+from openkda.ops.kda.specs import MIXED
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
+from openkda.ops.short_conv.api import short_conv
+
+D, BF16 = 128, torch.bfloat16
+Row = dict[str, Any]
+
+
+def median(f: Callable[[], Any], rep: int = 60) -> float:
+    """Milliseconds."""
+    return float(triton.testing.do_bench(f, warmup=20, rep=rep, return_mode="median"))
+
+
+def graph_median(f: Callable[[], Any], calls: int = 1) -> float:
+    """Milliseconds a call, replayed from a CUDA graph of `calls` calls."""
+    f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return median(graph.replay) / calls
+
+
+def attempt(f: Callable[[], float]) -> float | str:
+    """A peer that cannot run says why in the table."""
+    try:
+        return f()
+    except Exception as e:
+        torch.cuda.synchronize()
+        return f"{type(e).__name__}: {str(e).splitlines()[0][:60] if str(e) else ''}"
+
+
+def bandwidth() -> float:
+    x = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
+    y = torch.empty_like(x)
+    return 2 * x.numel() * 4 / median(lambda: y.copy_(x)) * 1e3
+
+
+class Prefill:
+    """Inputs of one row: H heads, the given sequence lengths, raw gates N(0, 1) + shift."""
+
+    def __init__(self, H: int, lengths: tuple[int, ...], gate: str, shift: float) -> None:
+        gen = torch.Generator("cuda").manual_seed(0)
+        T, N = sum(lengths), len(lengths)
+
+        def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+            return torch.randn(shape, generator=gen, device="cuda").to(dtype)
+
+        self.q, self.k, self.v = (draw(1, T, H, D) for _ in range(3))
+        self.g = (torch.randn(1, T, H, D, generator=gen, device="cuda") + shift).to(BF16)
+        self.beta = draw(1, T, H)
+        self.A_log, self.dt_bias = torch.zeros(H, device="cuda"), 0.1 * draw(H, D, dtype=torch.float32)
+        self.bound = -5.0 if gate == "bounded" else None
+        self.state = 0.1 * draw(N, H, D, D, dtype=torch.float32)
+        self.cu = torch.tensor([0, *lengths], device="cuda").cumsum(0) if N > 1 else None
+        self.bytes = 5 * self.q.numel() * 2 + self.beta.numel() * 2 + 2 * self.state.numel() * 4
+
+    @property
+    def gate(self) -> Gate:
+        if self.bound is None:
+            return SoftplusGate(self.A_log, self.dt_bias)
+        return BoundedGate(self.bound, self.A_log, self.dt_bias)
+
+    def ours(self, impl: str | None) -> Any:
+        return kda(
+            self.q, self.k, self.v, self.g, self.beta, gate=self.gate, initial_state=self.state, output_final_state=True,
+            cu_seqlens=self.cu, use_qk_l2norm=True, use_beta_sigmoid=True, impl=impl,
+        )  # fmt: skip
+
+    def fla(self) -> Any:
+        from fla.ops.kda import chunk_kda
+
+        return chunk_kda(
+            self.q, self.k, self.v, self.g, self.beta, initial_state=self.state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            safe_gate=self.bound is not None, lower_bound=self.bound, cu_seqlens=self.cu,
+            A_log=self.A_log, dt_bias=self.dt_bias.flatten(),
+        )  # fmt: skip
+
+    def cudnn(self) -> Callable[[], Any]:
+        from cudnn.linear_attention.ops import kimi_delta_attention
+
+        if self.bound is None:
+            raise NotImplementedError("the softplus gate")
+        T = self.q.shape[1]
+        cu = torch.tensor([0, T], device="cuda") if self.cu is None else self.cu
+        g, first = self.g[0].float(), self.state.transpose(-1, -2).contiguous()
+        q, k, v, beta, cu = self.q[0], self.k[0], self.v[0], self.beta[0], cu.int()
+        return lambda: kimi_delta_attention(
+            q, k, v, g, beta, cu, initial_state=first, output_final_state=True, use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, safe_gate=True, gate_lower_bound=self.bound, a_log=self.A_log,
+            dt_bias=self.dt_bias, plan_name="kda_hopper_cuda",
+        )  # fmt: skip
+
+
+def prefill_row(name: str, H: int, lengths: tuple[int, ...], gate: str, shift: float, speed: float) -> Row:
+    x = Prefill(H, lengths, gate, shift)
+    row: Row = {"case": name, "unit": "ms", "floor": x.bytes / speed * 1e3}
+    row["ours"] = median(lambda: x.ours(None))
+    row["triton"] = median(lambda: x.ours("triton"))
+    row["fla"] = attempt(lambda: median(x.fla))
+    row["cudnn"] = attempt(lambda: median(x.cudnn()))
+    return row
+
+
+def decode_row(H: int, B: int, speed: float) -> Row:
+    """Ours is the whole block (convolutions, gates, recurrence, gated norm); fla's recurrence stands alone."""
+    sets = max(1, 192 // B)  # 6 MB of states a sequence: always more than the cache holds
+    gen = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, device="cuda").to(dtype)
+
+    f32 = torch.float32
+    state = BlockState(draw(B * sets, H, D, D, dtype=f32), *(draw(B * sets, H * D, 3) for _ in range(3)))
+    weights = BlockWeights(*(draw(H * D, 4, dtype=f32) for _ in range(3)), draw(D, dtype=f32), 1e-5)
+    tokens = (*(draw(B, 1, H * D) for _ in range(3)), draw(B, 1, H, D), draw(B, 1, H), draw(B, 1, H, D))
+    gate = BoundedGate(-5.0, torch.zeros(H, device="cuda"), torch.zeros(H, D, device="cuda"))
+    slots = [torch.arange(i * B, (i + 1) * B, dtype=torch.int32, device="cuda") for i in range(sets)]
+
+    def ours() -> None:
+        for s in slots:
+            kda_block(*tokens, weights=weights, state=state, gate=gate, slots=s)
+
+    def fla() -> float:
+        from fla.ops.kda import fused_recurrent_kda
+
+        q, k, v = (t.view(B, 1, H, D) for t in tokens[:3])
+        first = state.recurrent.view(sets, B, H, D, D)
+
+        def f() -> None:
+            for i in range(sets):
+                fused_recurrent_kda(
+                    q, k, v, tokens[3], tokens[4], gate.A_log, gate.dt_bias, initial_state=first[i],
+                    output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                    use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
+                )  # fmt: skip
+
+        return graph_median(f, sets) * 1e3
+
+    # state in and out, conv windows in and out, six inputs, one output, the convolutions' weights
+    moved = B * H * (2 * D * D * 4 + 18 * D * 2 + 6 * D * 2) + 3 * H * D * 16
+    row: Row = {"case": f"decode H={H} B={B}, in a graph", "unit": "us", "floor": moved / speed * 1e6}
+    row["ours"] = row["triton"] = graph_median(ours, sets) * 1e3
+    row["fla"] = attempt(fla)
+    return row
+
+
+def prologue_row(H: int, T: int, speed: float) -> Row:
+    """What the convolutions of q, k and v add to the scan, which has l2norm and gate inside."""
+    xs = [torch.randn(1, T, H * D, device="cuda").to(BF16) for _ in range(3)]
+    w = torch.randn(H * D, 4, device="cuda")
+
+    def f() -> None:
+        for x in xs:
+            short_conv(x, w, output_final_state=True)
+
+    return {"case": f"conv + SiLU of q, k, v, H={H} 1x{T}", "unit": "ms", "floor": 6 * xs[0].numel() * 2 / speed * 1e3,
+            "ours": median(f), "triton": None}  # fmt: skip
+
+
+def host_row() -> Row:
+    """Host time of an eager call in inference mode, on sizes that the GPU finishes sooner."""
+    x = Prefill(96, (64,), "bounded", 0.0)
+    peer = attempt(lambda: host_time(x.fla))
+    return {"case": "host time a call, inference mode", "unit": "us", "floor": None, "ours": host_time(lambda: x.ours(None)),
+            "triton": host_time(lambda: x.ours("triton")), "fla": peer}  # fmt: skip
+
+
+def host_time(f: Callable[[], Any], calls: int = 400) -> float:
+    with torch.inference_mode():
+        best = float("inf")
+        for _ in range(5):
+            f()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls // 5):
+                f()
+            best = min(best, (time.perf_counter() - start) / (calls // 5))
+            torch.cuda.synchronize()
+    return best * 1e6
+
+
+def first_call_row() -> Row:
+    """A fresh process with an empty kernel cache: from the first call to its result."""
+    code = (
+        "import time, torch; from benchmarks.kda import Prefill\n"
+        "x = Prefill(96, (8192,), 'bounded', 0.0); torch.cuda.synchronize(); t = time.perf_counter()\n"
+        "torch.set_grad_enabled(False); x.ours({impl}); torch.cuda.synchronize(); print(time.perf_counter() - t)"
+    )
+    row: Row = {"case": "first call, empty cache", "unit": "s", "floor": None}
+    for name, impl in (("ours", "None"), ("triton", "'triton'")):
+        with tempfile.TemporaryDirectory() as cache:
+            done = subprocess.run(
+                [sys.executable, "-c", code.format(impl=impl)], capture_output=True, text=True, check=False,
+                cwd=Path(__file__).parent.parent, env={**os.environ, "TRITON_CACHE_DIR": cache},
+            )  # fmt: skip
+        row[name] = (
+            float(done.stdout.split()[-1]) if done.returncode == 0 else done.stderr.strip().splitlines()[-1][:60]
+        )
+    return row
+
+
+def check() -> list[str]:
+    """Output and state error against a float64 recurrence, per gate shift; raises when the promise does not hold."""
+    lines = []
+    for gate in ("bounded", "softplus"):
+        for shift in (-8.0, 0.0, 8.0):
+            x = Prefill(96, (256,), gate, shift)
+            wide = {
+                n: t.double() for n, t in x.__dict__.items() if isinstance(t, torch.Tensor) and t.is_floating_point()
+            }
+            y = Prefill.__new__(Prefill)
+            y.__dict__.update({**x.__dict__, **wide})
+            got, want = x.ours(None), y.ours("reference")
+            errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got[:2], want[:2], strict=True)]
+            lines.append(f"{gate} {shift:+.0f}: output {errors[0]:.2e}, state {errors[1]:.2e}")
+            if errors[0] > 3e-3 or errors[1] > 1e-3:
+                raise SystemExit(f"wrong result, nothing timed: {lines[-1]}")
+    return lines
+
+
+def rows(quick: bool, speed: float) -> list[Row]:
+    prefills = [
+        ("forward H=96 1x8192, bounded gate", 96, (8192,), "bounded", 0.0),
+        ("forward H=96 1x8192, bounded gate, slow", 96, (8192,), "bounded", -6.0),
+        ("forward H=96 1x8192, softplus gate", 96, (8192,), "softplus", 0.0),
+    ]
+    if not quick:
+        prefills += [
+            ("forward H=96 8x1024, bounded gate", 96, (1024,) * 8, "bounded", 0.0),
+            ("forward H=96 mixed pack, bounded gate", 96, MIXED, "bounded", 0.0),
+        ]
+    table = [prefill_row(*p, speed) for p in prefills]
+    table += [decode_row(96, B, speed) for B in ((32,) if quick else (1, 8, 32, 256))]
+    table += [prologue_row(96, 8192, speed), host_row()]
+    return table if quick else [*table, first_call_row()]
+
+
+def show(value: float | str | None) -> str:
+    return (
+        "-" if value is None else value if isinstance(value, str) else f"{value:.3g}" if value < 10 else f"{value:.1f}"
+    )
+
+
+def render(table: list[Row]) -> str:
+    columns = ("ours", "triton", "fla", "cudnn", "floor")
+    lines = [
+        "| case | unit | ours | impl=triton | fla-core | cudnn | floor | ours / floor |",
+        "|---|---|" + "---:|" * 6,
+    ]
+    for row in table:
+        ratio = f"{row['ours'] / row['floor']:.2f}" if row["floor"] and not isinstance(row["ours"], str) else "-"
+        cells = [show(row.get(c)) for c in columns]
+        lines.append(f"| {row['case']} | {row['unit']} | " + " | ".join(cells) + f" | {ratio} |")
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    out = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "openkda": openkda.__version__}
+    for name in ("triton", "fla-core", "nvidia-cudnn-frontend"):
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:
+            out[name] = "not installed"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {**out, "commit": commit.stdout.strip() or "unknown"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="KDA on a GPU beside its peers")
+    parser.add_argument("--quick", action="store_true", help="about one minute")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    print("error against float64:", *check(), sep="\n  ", flush=True)
+    speed = bandwidth()
+    table = rows(options.quick, speed)
+    about = {**versions(), "copy": f"{speed / 1e12:.2f} TB/s"}
+    text = render(table)
+    print(text, about, sep="\n")
+    if not options.quick:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = "kda-" + about["device"].lower().replace(" ", "-")
+        (options.out / f"{name}.md").write_text(f"{', '.join(f'{k} {v}' for k, v in about.items())}\n\n{text}\n")
+        (options.out / f"{name}.json").write_text(json.dumps({"about": about, "rows": table}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

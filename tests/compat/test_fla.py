@@ -1,0 +1,178 @@
+"""fla-core's names on `openkda.kda`: every documented flag does what its formula says, and what is unsupported raises."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openkda.compat import fla
+from openkda.testing.compare import check_close
+from openkda.testing.inputs import KDAInputs, make_inputs
+
+LIMIT = 2e-5  # float32 chunk form against the token loop
+
+
+def inputs(**kw: Any) -> KDAInputs:
+    return make_inputs(**{"T": 70, "B": 2, "H": 2, "HV": 4, "K": 16, "V": 24, "gate": None, **kw})
+
+
+def tokens(x: KDAInputs) -> tuple[Tensor, ...]:
+    return x.q, x.k, x.v, x.g, x.beta
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize("op", [fla.chunk_kda, fla.fused_recurrent_kda])
+@pytest.mark.parametrize("bound", [None, -5.0, -9.0])
+def test_flags_are_their_formulas(op: Any, bound: float | None) -> None:
+    """Raw gate, l2norm and doubled sigmoid inside, against the same computed outside."""
+    x = inputs(unit_keys=False)
+    A_log, dt_bias, raw = torch.randn(1, 1, 4, 1), torch.randn(64), torch.randn(2, 70, 4)
+    z = torch.randn(x.g.shape)
+    got = op(
+        x.q, x.k, x.v, z, raw, initial_state=x.initial_state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, lower_bound=bound,
+        A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
+    shifted = z + dt_bias.view(4, 16)
+    rate = A_log.view(4, 1).exp()
+    g = -rate * F.softplus(shifted) if bound is None else bound * torch.sigmoid(rate * shifted)
+    want = fla.naive_recurrent_kda(
+        unit(x.q), unit(x.k), x.v, g, 2 * raw.sigmoid(), initial_state=x.initial_state, output_final_state=True
+    )  # fmt: skip
+    check_close("o", got[0], want[0], LIMIT)
+    check_close("state", got[1], want[1], LIMIT)
+
+
+def test_naive_chunk_equals_naive_recurrent() -> None:
+    x = inputs()
+    options = {"initial_state": x.initial_state, "output_final_state": True, "scale": 0.3}
+    got, want = fla.naive_chunk_kda(*tokens(x), **options), fla.naive_recurrent_kda(*tokens(x), **options)
+    check_close("o", got[0], want[0], LIMIT)
+    check_close("state", got[1], want[1], LIMIT)
+    assert fla.naive_recurrent_kda(*tokens(x))[1] is None
+
+
+def test_v_first_states_and_the_old_name() -> None:
+    x = inputs()
+    assert x.initial_state is not None
+    turned = x.initial_state.transpose(-1, -2).contiguous()
+    want = fla.chunk_kda(*tokens(x), initial_state=x.initial_state, output_final_state=True)
+    got = fla.chunk_kda(*tokens(x), initial_state=turned, output_final_state=True, state_v_first=True)
+    check_close("state", got[1].transpose(-1, -2), want[1], 1e-6)
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        old = fla.chunk_kda(*tokens(x), initial_state=turned, output_final_state=True, transpose_state_layout=True)
+    assert torch.equal(old[1], got[1])
+    with pytest.raises(ValueError, match="received both"):
+        fla.chunk_kda(*tokens(x), state_v_first=True, transpose_state_layout=True)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("lengths", [None, (5, 0, 64, 65, 33)])
+def test_intermediate_states(size: int, lengths: tuple[int, ...] | None) -> None:
+    """h holds the state before every chunk, in order."""
+    x = inputs() if lengths is None else inputs(B=1, lengths=lengths)
+    cu = x.options.get("cu_seqlens")
+    with torch.inference_mode():
+        _, final, h = fla.chunk_kda(
+            *tokens(x), initial_state=x.initial_state, output_final_state=True, return_intermediate_states=True,
+            chunk_size=size, cu_seqlens=cu, cu_seqlens_cpu=cu,
+        )  # fmt: skip
+    assert x.initial_state is not None and final is not None
+    spans = [(b, 0, 70) for b in range(2)] if cu is None else [(0, int(s), int(e)) for s, e in itertools.pairwise(cu)]
+    want = []
+    for n, (b, start, end) in enumerate(spans):
+        for t in range(start, end, size):
+            state = x.initial_state[n : n + 1]
+            if t > start:
+                part = [y[b : b + 1, start:t] for y in tokens(x)]
+                state = fla.naive_recurrent_kda(*part, initial_state=state, output_final_state=True)[1]
+            want.append(state)
+    assert h.shape[:2] == ((2, -(-70 // size)) if cu is None else (1, len(want))) and h.dtype == x.k.dtype
+    check_close("h", h.flatten(0, 1), torch.cat(want), LIMIT)
+
+
+def test_gradients_flow() -> None:
+    x = inputs().requires_grad_()
+    fla.chunk_kda(*tokens(x), initial_state=x.initial_state)[0].sum().backward()
+    assert all(t.grad is not None and bool(t.grad.isfinite().all()) for t in x.tensors().values())
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    x = inputs(B=1, lengths=(30, 40, 0))
+    cu = x.options["cu_seqlens"]
+    want = fla.chunk_kda(*tokens(x), cu_seqlens=cu)[0]
+    got = fla.chunk_kda(
+        *tokens(x), cu_seqlens=cu, cu_seqlens_cpu=cu, use_graph=True, max_num_seqs=3, disable_recompute=True, safe_gate=True
+    )[0]  # fmt: skip
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"cp_context": object()}, NotImplementedError, "cp_context"),
+        ({"chunk_size": 16}, ValueError, "32 or 64"),
+        ({"allow_neg_eigval": True}, ValueError, "use_beta_sigmoid_in_kernel"),
+        ({"use_gate_in_kernel": True}, ValueError, "A_log"),
+        ({"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(4)}, ValueError, "lower_bound"),
+        ({"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -6.0}, ValueError, r"\[-5, 0\)"),
+        ({"return_intermediate_states": True}, ValueError, "inference_mode"),
+        ({"initial_state": torch.zeros(2, 4, 16, 24, dtype=torch.float64)}, TypeError, "float32"),
+        ({"head_first": True}, TypeError, "head_first"),
+    ],
+)
+def test_the_unsupported_raises(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fla.chunk_kda(*tokens(inputs()), **options)
+
+
+def test_gate_functions() -> None:
+    g, A_log, bias = torch.randn(3, 5, 4, 16), torch.randn(4), torch.randn(64)
+    want = -A_log.exp().view(4, 1) * F.softplus(g + bias.view(4, 16))
+    assert torch.equal(fla.naive_kda_gate(g, A_log, bias), want)
+    assert torch.equal(fla.fused_kda_gate(g, A_log.view(1, 1, 4, 1), bias), want)
+    low = -3 * torch.sigmoid(g + bias.view(4, 16))
+    check_close("no A_log", fla.fused_kda_gate(g, dt_bias=bias, lower_bound=-3.0), low, 1e-6)
+    check_close("bounded", fla.naive_kda_lowerbound_gate(g, torch.zeros(4), bias, -3.0), low, 1e-6)
+    assert fla.fused_kda_gate(g, A_log, output_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_gate_of_published_code() -> None:
+    """0.4: flat input, head size third, then the bias, by position or by name."""
+    g, A_log, bias = torch.randn(3, 5, 64), torch.randn(1, 1, 4, 1), torch.randn(64)
+    want = fla.naive_kda_gate(g.unflatten(-1, (4, 16)), A_log, bias)
+    assert torch.equal(fla.fused_kda_gate(g, A_log, 16, bias), want)
+    assert torch.equal(fla.fused_kda_gate(g, A_log, 16, g_bias=bias), want)
+    assert torch.equal(fla.fused_kda_gate(g, A_log, head_k_dim=16, g_bias=bias), want)
+    sharp = fla.fused_kda_gate(g, A_log, 16, g_bias=bias, beta=2.0, threshold=1.0)
+    check_close("beta", sharp, -A_log.exp().view(4, 1) * F.softplus((g + bias).unflatten(-1, (4, 16)), 2.0, 1.0), 1e-6)
+    with pytest.raises(ValueError, match=r"0\.4"):
+        fla.fused_kda_gate(g.unflatten(-1, (4, 16)), A_log, g_bias=bias)
+    with pytest.raises(ValueError, match="A_log"):
+        fla.fused_kda_gate(g.unflatten(-1, (4, 16)))
+
+
+def test_positional_order_of_fla() -> None:
+    """The names that callers pass by position stay where fla-core 0.6.0 has them."""
+    names = list(inspect.signature(fla.chunk_kda).parameters)
+    assert names[:9] == [
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "scale",
+        "initial_state",
+        "output_final_state",
+        "use_qk_l2norm_in_kernel",
+    ]
+    assert list(inspect.signature(fla.fused_recurrent_kda).parameters)[5:8] == ["A_log", "dt_bias", "scale"]
