@@ -85,13 +85,13 @@ def backward(a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0
     dq, dk = (new(B, T, HV, K, dtype=a.q.dtype if HV == H else torch.float32) for _ in "qk")
     dz = new(B, T, HV, K, dtype=a.g.dtype)
     d_bias, d_A = (new(saves, HV, K) if has else None for has in (has_dt, has_A))
-    BS, warps = _gradient_settings(BK, a.exact)
+    BS = 16  # channels a program of one warp
     scratch = new(HV, saves, 3, C, BK, dtype=store), new(HV, saves, C // 16, BK)
     launch(
         gradients_kernel, BK // BS * saves * HV,
         (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, *scratch, token, rows, dq, dk, dz, d_bias, d_A),
         qkg, (B, T, N, saves, slots, a.bound),
-        (HV, HV // H, K, BK, BS, a.gate, has_A, has_dt, packed, a.l2norm, _TL[store], prec), warps, o.device,
+        (HV, HV // H, K, BK, BS, a.gate, has_A, has_dt, packed, a.l2norm, _TL[store], prec), 1, o.device,
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))
@@ -106,8 +106,3 @@ def backward(a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0
 def _scan_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int]:
     """(BV, warps, pipeline stages) of the two walks."""
     return (16, 8 if BK > 64 else 4, 2) if exact else (min(64, BV), 8 if BK > 128 else 4, 2 if BK > 128 else 3)
-
-
-def _gradient_settings(BK: int, exact: bool) -> tuple[int, int]:
-    """(channels a program, warps) of `gradients_kernel`."""
-    return (16, 1) if exact else (min(32, BK), 2)

@@ -7,12 +7,12 @@ From the entering state S, the gradient dS' of the leaving one, U and dD of the 
     d(ke) = U dS'^T             both = sum_v S dS'            what the leaving state says
     dbeta = dD . U / beta^2
 
-The last: with E = v - (what the state predicts), U = beta E, and with Y the gradient that reaches E beta, dD = beta Y; so
+The last: with E = v - (what the state predicts), U = beta E, and with Y the gradient that reaches beta E, dD = beta Y; so
 dbeta = E . Y.
 
-The backward of the l2norm needs q . dq and k . dk over all channels. Both are known here, before either gradient: o is linear in q,
-so q . dq = do . o; and k, which is compared with the state and written to it, has k . dk = dD . (2 U / beta - v). So
-`gradients.py` can give every slice of channels to a program of its own. Every output is chunk-parallel; `gradients.py` spreads it over the tokens.
+The backward of the l2norm needs q . dq and k . dk over all channels. Both are known here, before either gradient: o is
+linear in q, so q . dq = do . o; and k, which is compared with the state and written to it, has k . dk =
+dD . (2 U / beta - v). So `gradients.py` can give every slice of channels to a program of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def products_kernel(
     svb, svt, svh, sbb, sbt, sbh, sob, sot, soh,
     B, T, N, slots, scale,
     HV: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, HAS_DO: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, HAS_DO: tl.constexpr,
+    OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and value head.
 
