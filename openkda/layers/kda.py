@@ -144,7 +144,9 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
     def _fused_step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
         """The same step as one op between the projections: a pass over the state, one launch."""
         weights = BlockWeights(
-            *(conv.weight[:, 0] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)),
+            self.q_conv1d.weight[:, 0],
+            self.k_conv1d.weight[:, 0],
+            self.v_conv1d.weight[:, 0],
             self.o_norm.weight,
             self.o_norm.eps,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """(o, final_state) or, with return_intermediate_states, (o, final_state, h [B, NT, HV, K, V] in k's dtype).
 
     Layouts: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K], natural log decay or, with use_gate_in_kernel, raw;

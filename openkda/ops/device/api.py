@@ -18,11 +18,11 @@ def triton_refusals(x: Tensor) -> list[str]:
     reasons = []
     if not _INSTALLED:
         reasons.append("triton is not installed")
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if not x.is_cuda and not interpreted:
-        reasons.append(f"needs CUDA tensors, received {x.device.type}")
-    if interpreted and x.dtype == torch.bfloat16:
-        reasons.append("the Triton interpreter computes bfloat16 wrongly")
+    if not x.is_cuda:
+        if os.environ.get("TRITON_INTERPRET", "0") != "1":
+            reasons.append(f"needs CUDA tensors, received {x.device.type}")
+        elif x.dtype == torch.bfloat16:
+            reasons.append("the Triton interpreter computes bfloat16 wrongly")
     if x.dtype == torch.float64:
         reasons.append("float64 inputs")
     return reasons

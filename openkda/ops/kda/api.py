@@ -157,16 +157,24 @@ def _default_state_dtype(q: Tensor) -> torch.dtype:
 def _module(name: str) -> ModuleType:
     """Written out, because torch.compile follows an import statement but not importlib."""
     if name == "hopper":
-        from openkda.ops.kda import hopper as module
-    elif name == "triton":
-        from openkda.ops.kda import triton as module
-    elif name == "triton_exact":
-        from openkda.ops.kda import triton_exact as module
-    elif name == "chunkwise":
-        from openkda.ops.kda import chunkwise as module
-    else:
-        from openkda.ops.kda import reference as module
-    return module
+        from openkda.ops.kda import hopper
+
+        return hopper
+    if name == "triton":
+        from openkda.ops.kda import triton
+
+        return triton
+    if name == "triton_exact":
+        from openkda.ops.kda import triton_exact
+
+        return triton_exact
+    if name == "chunkwise":
+        from openkda.ops.kda import chunkwise
+
+        return chunkwise
+    from openkda.ops.kda import reference
+
+    return reference
 
 
 def _choose(call: KDACall, impl: str | None) -> ModuleType:

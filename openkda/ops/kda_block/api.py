@@ -138,10 +138,12 @@ def _check_state(call: BlockCall) -> None:
 def _module(name: str) -> ModuleType:
     """Written out, because torch.compile follows an import statement but not importlib."""
     if name == "triton":
-        from openkda.ops.kda_block import triton as module
-    else:
-        from openkda.ops.kda_block import reference as module
-    return module
+        from openkda.ops.kda_block import triton
+
+        return triton
+    from openkda.ops.kda_block import reference
+
+    return reference
 
 
 def _choose(call: BlockCall, impl: str | None) -> ModuleType:

@@ -68,7 +68,6 @@ class BlockCall:
         if not torch.is_grad_enabled():
             return False
         w = self.weights
-        tensors = (self.q, self.k, self.v, self.g, self.beta, self.out_gate, *self.state.tensors())
-        tensors += (w.conv_q, w.conv_k, w.conv_v, w.norm)
-        gate = (self.gate.A_log, self.gate.dt_bias)
-        return any(t is not None and t.requires_grad for t in (*tensors, *gate))
+        tokens = (self.q, self.k, self.v, self.g, self.beta, self.out_gate)
+        weights = (w.conv_q, w.conv_k, w.conv_v, w.norm, self.gate.A_log, self.gate.dt_bias)
+        return any(t is not None and t.requires_grad for t in (*tokens, *self.state.tensors(), *weights))

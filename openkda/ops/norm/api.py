@@ -93,10 +93,12 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
 def _module(name: str) -> ModuleType:
     """Written out, because torch.compile follows an import statement but not importlib."""
     if name == "triton":
-        from openkda.ops.norm import triton as module
-    else:
-        from openkda.ops.norm import reference as module
-    return module
+        from openkda.ops.norm import triton
+
+        return triton
+    from openkda.ops.norm import reference
+
+    return reference
 
 
 def _choose(x: Tensor, impl: str | None) -> ModuleType:

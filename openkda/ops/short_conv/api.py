@@ -116,10 +116,12 @@ def _check_state(name: str, state: Tensor, x: Tensor, shape: tuple[int, ...]) ->
 def _module(name: str) -> ModuleType:
     """Written out, because torch.compile follows an import statement but not importlib."""
     if name == "triton":
-        from openkda.ops.short_conv import triton as module
-    else:
-        from openkda.ops.short_conv import reference as module
-    return module
+        from openkda.ops.short_conv import triton
+
+        return triton
+    from openkda.ops.short_conv import reference
+
+    return reference
 
 
 def _choose(x: Tensor, impl: str | None) -> ModuleType:

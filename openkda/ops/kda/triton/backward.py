@@ -20,7 +20,7 @@ from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
 from openkda.ops.kda.triton.replay import replay_kernel
 from openkda.ops.kda.triton.reverse_scan import reverse_scan_kernel
-from openkda.ops.triton.launch import ceil_div, launch, padded, steps_of
+from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
 C = 64
 SAVE = C // CHUNK

@@ -90,7 +90,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def packed(x: Tensor | None) -> Tensor | None:
     """Offsets and slots may be a column of a table."""
-    return None if x is None else x.contiguous()
+    return x if x is None or x.is_contiguous() else x.contiguous()
 
 
 def forward(a: Args) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -172,7 +172,7 @@ def _pass(
     op = torch.float32 if a.exact else torch.float16
     scaled = not a.l2norm
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
-    kd, qd, ke = (new(HV, slots, C, BK, dtype=op) for _ in range(3))
+    kd, qd, ke = new(3, HV, slots, C, BK, dtype=op).unbind(0)
     tm, decay = new(HV, slots, 2, C, C), new(HV, slots, BK)
     token = new(HV, slots, 3, C) if scaled else decay
     small = ("tf32x3" if a.q.dtype == torch.float32 else "bf16x3") if a.exact else "tf32"

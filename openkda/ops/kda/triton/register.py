@@ -80,6 +80,14 @@ kda_pool_op = torch.ops.openkda.kda_pool.default
 
 def as_tensor_pair(gate: object) -> tuple[Tensor | None, Tensor | None]:
     """(A_log [HV], dt_bias [HV * K]) of a gate object, contiguous float32, or None for each that it lacks."""
-    tensors = (getattr(gate, "A_log", None), getattr(gate, "dt_bias", None))
-    a, b = (None if t is None else t.reshape(-1).to(torch.float32).contiguous() for t in tensors)
-    return a, b
+    return _flat(getattr(gate, "A_log", None)), _flat(getattr(gate, "dt_bias", None))
+
+
+def _flat(t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    if t.dim() != 1:  # every step only where needed: each costs a microsecond of host time
+        t = t.reshape(-1)
+    if t.dtype != torch.float32:
+        t = t.to(torch.float32)
+    return t if t.is_contiguous() else t.contiguous()
