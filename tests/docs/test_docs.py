@@ -7,11 +7,13 @@ Every fenced `python` block of README.md and docs/*.md is executed, one namespac
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -182,6 +184,30 @@ def test_the_map_names_every_file_of_the_package_once() -> None:
     for path, line in rows:
         assert (ROOT / path).exists(), f"the map names {path}, which does not exist"
         assert 10 <= len(line) <= 140 and "|" not in line, f"{path}: one line, not empty and not long: {line!r}"
+
+
+# ---- measured numbers ----
+
+
+def numbers(value: object) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers(part)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def test_measured_numbers_are_those_of_the_results() -> None:
+    """Every number in a cell of the README's tables of measurements is one of benchmarks/results, as rounded there."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    measured = [n for file in files for n in numbers(json.loads(file.read_text()))]
+    section = README.split("\n## Measured\n")[1].split("\n## ")[0]
+    cells = [c for row in re.findall(r"^\| .* \|$", section, re.M) for c in row.strip("| ").split(" | ")[1:]]
+    shown = [m[0] for cell in cells if (m := re.fullmatch(r"\d[\d,]*(?:\.\d+)?", cell))]
+    assert len(shown) > 10
+    for text in shown:
+        value, digits = float(text.replace(",", "")), len(text.partition(".")[2])
+        assert any(round(n, digits) == value for n in measured), f"the README shows {text}, which no result rounds to"
 
 
 # ---- words that belong to no reader ----
