@@ -55,9 +55,17 @@ def check_errors(
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Largest sum of CPU tensor memory that is alive at once inside `call`, counted from its start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = call()
+    """Largest sum of CPU tensor memory that is alive at once inside `call`, counted from its start.
+
+    Runs with one thread: the profiler sees no other thread's memory.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            result = call()
+    finally:
+        torch.set_num_threads(threads)
     del result
     sizes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0

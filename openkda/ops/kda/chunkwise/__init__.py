@@ -10,10 +10,11 @@ chunk's end, and S the entering state:
     S   <- P_last S + (F K)^T (b E)
                                                          gradients by hand                   backward.py
                                                          which token lies in which chunk     plan.py
+                                                         heads and sequences side by side    parts.py
 
 Source: Kimi Linear report (arXiv 2510.26692), section 3; Kimi K3 report, section 2.1.1 (the bounded gate's tile).
 """
 
-from openkda.ops.kda.chunkwise.autograd import refusals, run, step
+from openkda.ops.kda.chunkwise.entry import refusals, run, step
 
 __all__ = ["refusals", "run", "step"]

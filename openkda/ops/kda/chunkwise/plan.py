@@ -41,8 +41,11 @@ class Block:
             yield Segment(self, first, min(self.step, self.chunks - first))
 
 
-def make_plan(spans: list[tuple[int, int]], token_bytes: int, device: str = "cpu") -> list[Block]:
-    """spans: (first row, end row) of every sequence; empty ones appear in no block. token_bytes: HV * K values."""
+def make_plan(spans: list[tuple[int, int]], token_bytes: int, device: str = "cpu", shares: int = 1) -> list[Block]:
+    """spans: (first row, end row) of every sequence; empty ones appear in no block. token_bytes: HV * K values.
+
+    shares: sequences that are alike become at least so many blocks where there are as many.
+    """
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for n, (start, end) in enumerate(spans):
         length = end - start
@@ -54,8 +57,9 @@ def make_plan(spans: list[tuple[int, int]], token_bytes: int, device: str = "cpu
         room = max(
             1, SEGMENT_BYTES.get(device, SEGMENT_BYTES["cuda"]) // (chunk * token_bytes)
         )  # chunks that fit a segment
-        for at in range(0, len(members), room):
-            part = tuple(members[at : at + room])
+        width = min(room, -(-len(members) // shares))
+        for at in range(0, len(members), width):
+            part = tuple(members[at : at + width])
             starts = tuple(spans[n][0] for n in part)
             lengths = tuple(spans[n][1] - spans[n][0] for n in part)
             blocks.append(Block(part, starts, lengths, chunk, chunks, max(1, room // len(part))))

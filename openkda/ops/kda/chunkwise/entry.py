@@ -1,0 +1,100 @@
+"""The entry of the chunkwise implementation: calls become flat rows and spans of rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.call import KDACall, KDAOutput
+from openkda.ops.kda.chunkwise.autograd import Chunkwise, no_autocast
+from openkda.ops.kda.chunkwise.forward import Settings, Tokens, prologue
+from openkda.ops.kda.states import compute_dtype, load_states, outgoing, store_states
+
+Spans = list[tuple[int, int]]
+
+
+def refusals(call: KDACall) -> list[str]:
+    """Runs everything, on any device that torch runs on."""
+    return []
+
+
+def run(call: KDACall) -> KDAOutput:
+    """See `api.kda`. torch.compile breaks its graph here and runs this eagerly: its loops depend on the sequence lengths."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_run)(call)
+    return _run(call)
+
+
+def _run(call: KDACall) -> KDAOutput:
+    B, T, HV, V = call.v.shape
+    S = load_states(call)
+    cu = [b * T for b in range(B + 1)] if call.cu_seqlens is None else call.cu_seqlens.tolist()
+    spans = list(itertools.pairwise(cu))
+    if call.state_positions is None:
+        o, S = _apply(call, spans, S)
+        return KDAOutput(o.view(B, T, HV, V), store_states(call, S))
+    o, S, kept = _run_in_pieces(call, spans, S)
+    return KDAOutput(o.view(B, T, HV, V), store_states(call, S), outgoing(call, kept))
+
+
+def step(call: KDACall) -> tuple[Tensor, Tensor]:
+    """See `api.kda_step`: the recurrence itself, for all rows at once."""
+    with no_autocast(call.v):
+        return _step(call)
+
+
+def _step(call: KDACall) -> tuple[Tensor, Tensor]:
+    opts = _settings(call)
+    S = load_states(call)
+    q, k, log_a, b = (x.squeeze(1) for x in prologue(_tokens(call, flat=False), opts))
+    group = log_a.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(group, 1).unsqueeze(-2) for x in (q, k))
+    S = S + S * torch.expm1(log_a).unsqueeze(-1)  # S exp(log_a): a decay near 1 is never rounded (it would drift)
+    error = call.v.squeeze(1).to(opts.dtype).unsqueeze(-2) - k @ S
+    S = S + k.transpose(-1, -2) * (b[..., None, None] * error)
+    o = (q @ S).squeeze(-2)
+    if call.state_indices is not None:
+        o = torch.where((call.state_indices >= 0).view(-1, 1, 1), o, 0)
+    state = store_states(call, S)
+    assert state is not None  # for the type checker: the step call always asks for it
+    return o.to(call.v.dtype), state
+
+
+def _settings(call: KDACall) -> Settings:
+    return Settings(call.gate, call.scale, call.use_qk_l2norm, call.use_beta_sigmoid, compute_dtype(call))
+
+
+def _tokens(call: KDACall, flat: bool = True) -> Tokens:
+    rows = (call.q, call.k, call.v, call.g, call.beta)
+    gate = (None, None) if call.gate is None else (call.gate.A_log, call.gate.dt_bias)
+    q, k, v, g, beta = (x.flatten(0, 1) if flat else x for x in rows)
+    return Tokens(q, k, v, g, beta, *gate)
+
+
+def _apply(call: KDACall, spans: Spans, S: Tensor) -> tuple[Tensor, Tensor]:
+    with no_autocast(call.v):
+        return Chunkwise.apply(_settings(call), spans, S, *_tokens(call))
+
+
+def _run_in_pieces(call: KDACall, spans: Spans, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut every sequence behind each wanted token; the r-th pieces of all sequences run together, state handed on."""
+    assert call.state_positions is not None  # for the type checker: the caller tested it
+    wanted = call.state_positions.tolist()
+    cuts = [sorted({p + 1 for p in wanted if a <= p < b} | {b}) for a, b in spans]
+    begin = [a for a, _ in spans]
+    states = list(S.unbind(0))
+    kept: dict[int, Tensor] = {}
+    o: Tensor | None = None
+    for r in range(max(map(len, cuts), default=0)):
+        going = [n for n, ends in enumerate(cuts) if r < len(ends)]
+        pieces = [(begin[n], cuts[n][r]) for n in going]
+        part, S = _apply(call, pieces, torch.stack([states[n] for n in going]))
+        o = part if o is None else o + part  # rows outside a call's spans are zero
+        for n, state in zip(going, S.unbind(0), strict=True):
+            states[n], begin[n] = state, cuts[n][r]
+            kept[cuts[n][r] - 1] = state
+    chosen = [kept[p] for p in wanted]
+    assert o is not None  # for the type checker: a call has at least one sequence
+    return o, torch.stack(states), torch.stack(chosen) if chosen else S.new_zeros(0, *S.shape[1:])
