@@ -17,6 +17,7 @@ __all__ = [
     "LN2",
     "LOG2E",
     "ceil_div",
+    "decay_rate",
     "delta_step",
     "find_sequence",
     "launch",
@@ -39,6 +40,12 @@ GATE_BOUNDED = tl.constexpr(2)
 FORGOTTEN = tl.constexpr(-57.7)
 """Smallest log2 decay per token that is told apart from total forgetting (e^-40): a longer sum would cost the small
 decays beside it their bits (an fp32 sum past 1000 has none below 6e-5)."""
+
+
+@triton.jit
+def decay_rate(A_log):
+    """exp(A_log), at most 2^115: an infinite rate times a raw gate input or a slope of 0 would be NaN."""
+    return tl.exp2(tl.minimum(A_log * LOG2E, 115.0))
 
 
 @triton.jit

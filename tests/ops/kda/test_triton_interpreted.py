@@ -34,8 +34,8 @@ if INTERPRETED:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_for_numpy
-    CASES = [c for c in kda_cases() if max(c.K, c.V) <= 64 and c.T <= 130][::5]
-    PACKS = [c for c in kda_cases() if c.lengths is not None and max(c.K, c.V) <= 64]
+    CASES = [c for c in kda_cases() if max(c.K, c.V) <= 64 and c.T <= 130][::7]
+    PACKS = [c for c in kda_cases() if c.lengths is not None and max(c.K, c.V) <= 32]
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ if INTERPRETED:
         checks.check_pool("cpu", F32, T)
 
     def test_bitwise_laws() -> None:
-        checks.check_laws("cpu", F32)
+        checks.check_laws("cpu", F32, cuts=(1, 16))
 
     def test_under_torch_compile() -> None:
         """One opaque call, no graph break."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.triton.api import LOG2E, log2_decay, sigmoid
+from openkda.ops.triton.api import decay_rate, delta_step, log2_decay, sigmoid, unit_length
 
 
 @triton.jit
@@ -52,33 +52,13 @@ def _store_window(p, stride_w, a, b, c, mask, W: tl.constexpr):
 
 
 @triton.jit
-def _add2(a, b, x, y):
-    return a + x, b + y
-
-
-@triton.jit
-def _add3(a, b, c, x, y, z):
-    return a + x, b + y, c + z
-
-
-@triton.jit
 def _head(
     S, q, k, v, z, beta, og, norm, rate, bound, eps, norm_eps, scale, m_v, V: tl.constexpr, GATE: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """One token of one value head, from the convolved q, k, v to the gated norm: (new S, y).
-
-    All sums over K happen at once, lengths included (each sum of its own would cost a round through shared memory):
-    with f = 1 / |k| and S the decayed state, S_new = S + f k u^T and S_new^T q = S^T q + f (k . q) u.
-    """
-    S = S * tl.exp2(log2_decay(z, rate, bound, GATE))[:, None]
-    from_k, from_q = tl.reduce((S * k[:, None], S * q[:, None]), 0, _add2)
-    kk, qq, kq = tl.reduce((k * k, q * q, k * q), 0, _add3)
-    f_k = tl.rsqrt(kk + eps)
-    f_q = tl.rsqrt(qq + eps)
-    u = sigmoid(beta) * (v - f_k * from_k)
-    S += (f_k * k)[:, None] * u[None, :]
-    o = ((from_q + f_k * kq * u) * (f_q * scale)).to(OUT).to(tl.float32)
+    """One token of one value head, from the convolved q, k, v to the gated norm: (new S, y)."""
+    S, o = delta_step(S, unit_length(q, eps), unit_length(k, eps), v, log2_decay(z, rate, bound, GATE), sigmoid(beta))
+    o = (o * scale).to(OUT).to(tl.float32)
     o *= tl.rsqrt(tl.sum(tl.where(m_v, o * o, 0.0), axis=0) / V + norm_eps)
     return S, (o * norm * sigmoid(og)).to(OUT)
 
@@ -133,7 +113,7 @@ def block_kernel(
             dt = tl.load(dt_bias_p + h * K + c, m_k, other=0.0)
         rate = 1.0
         if HAS_A:
-            rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)
+            rate = decay_rate(tl.load(A_log_p + h))
         qa, qb, qc = qa0, qb0, qc0
         ka, kb, kc = ka0, kb0, kc0
         if ONE:  # the common step without a loop: the loop's carried windows cost registers
