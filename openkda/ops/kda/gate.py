@@ -11,6 +11,7 @@ Source: Kimi K3 report, section 2.1.1, eq. 5; Kimi Linear report, appendix C.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,11 @@ def _shifted(z: Tensor, dt_bias: Tensor | None) -> Tensor:
     return z if dt_bias is None else z + dt_bias.view(z.shape[-2:])
 
 
-def _per_head(A_log: Tensor) -> Tensor:
-    return A_log.reshape(-1, 1)  # [HV] or the published [1, 1, HV, 1] -> [HV, 1]
+def _rate(A_log: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(A_log) [HV, 1] from [HV] or the published [1, 1, HV, 1]. Capped (at e^79 in float32) before it is infinite: infinity
+    times a raw input of 0, or times the slope 0 of a saturated gate, would be NaN."""
+    cap = 0.9 * math.log(torch.finfo(dtype).max)
+    return A_log.reshape(-1, 1).to(dtype).clamp(max=cap).exp()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class SoftplusGate:
     def __call__(self, z: Float[Tensor, "... HV K"]) -> Float[Tensor, "... HV K"]:
         """Raw gate input (any float dtype) -> natural log decay, float32 (float64 for float64 input)."""
         z = _shifted(z, self.dt_bias)
-        return -_per_head(self.A_log).to(z.dtype).exp() * F.softplus(z)
+        return -_rate(self.A_log, z.dtype) * F.softplus(z)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +78,7 @@ class BoundedGate:
         """Raw gate input (any float dtype) -> natural log decay, float32 (float64 for float64 input)."""
         z = _shifted(z, self.dt_bias)
         if self.A_log is not None:
-            z = _per_head(self.A_log).to(z.dtype).exp() * z
+            z = _rate(self.A_log, z.dtype) * z
         return self.lower_bound * torch.sigmoid(z)
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from openkda.ops.kda import triton as fast
 from openkda.ops.kda.call import KDACall, KDAOutput
 
-refusals = fast.refusals
+
+def refusals(call: KDACall) -> list[str]:
+    return fast.refusals(call, exact=True)
 
 
 def run(call: KDACall) -> KDAOutput:

@@ -37,6 +37,7 @@ from openkda.ops.kda.triton.gate_math import (
     GATE_SOFTPLUS,
     LN2,
     LOG2E,
+    decay_rate,
     find_sequence,
     log2_decay,
     sigmoid,
@@ -281,7 +282,7 @@ def gradients_kernel(
     p_rows = rows_p + (batch * T + row) * HV + h
     rate = 1.0
     if HAS_A:
-        rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)
+        rate = decay_rate(tl.load(A_log_p + h))
 
     whole, carry = _leave_operands(
         p_q, p_k, p_z, p_dt, p_norm, p_wide + 2 * C * BK, p_op, p_total, at_w, c, sqt, skt, sgt, left, count, m_c, rate, bound,

@@ -21,6 +21,7 @@ import triton.language as tl
 from openkda.ops.kda.triton.gate_math import (
     GATE_BOUNDED,
     LOG2E,
+    decay_rate,
     find_sequence,
     log2_decay,
     power_of_two,
@@ -194,7 +195,7 @@ def prepare_kernel(
         beta = tl.where(real, tl.maximum(beta, BETA_FLOOR), 0.0)
     rate = 1.0
     if HAS_A:
-        rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)
+        rate = decay_rate(tl.load(A_log_p + h))
     block = h * slots + slot
     k_size, k_up = _token_factor(k_p, real, eps, K, BK, L2NORM, SCALED)
     q_size, q_up = _token_factor(q_p, real, eps, K, BK, L2NORM, SCALED)

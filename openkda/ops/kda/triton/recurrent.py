@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.triton.api import LOG2E, delta_step, log2_decay, sigmoid, unit_length
+from openkda.ops.triton.api import decay_rate, delta_step, log2_decay, sigmoid, unit_length
 
 DENSE = tl.constexpr(0)  # row n: all T tokens of batch n
 PACKED = tl.constexpr(1)  # row n: tokens cu[n] .. cu[n + 1] of batch 0
@@ -79,7 +79,7 @@ def recurrent_kernel(
         dt = tl.load(dt_bias_p + h * K + c, m_k, other=0.0)
     rate = 1.0
     if HAS_A:
-        rate = tl.exp2(tl.load(A_log_p + h) * LOG2E)
+        rate = decay_rate(tl.load(A_log_p + h))
     p_q = q_p + batch * sqb + start * sqt + hq * sqh + c
     p_k = k_p + batch * skb + start * skt + hq * skh + c
     p_v = v_p + batch * svb + start * svt + h * svh + x

@@ -1,0 +1,95 @@
+"""The kernels' gradients on a GPU: the shared cases in every dtype, the laws by the bit, the sizes at the edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import backward_checks as checks
+from backward_checks import BF16, F16, F32
+
+from openkda.ops.kda.api import kda
+from openkda.testing.cases import kda_cases
+from openkda.testing.inputs import make_inputs
+from openkda.testing.runs import gradients
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DTYPES = [BF16, F16, F32]
+CASES = kda_cases()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "i", [*range(5, len(CASES), 16), *range(len(CASES) - 8, len(CASES))], ids=lambda i: CASES[i].id
+)
+def test_case(i: int, dtype: torch.dtype) -> None:
+    checks.check_case(CASES[i], "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.check_packs, checks.check_upstream, checks.check_one_end, checks.check_extreme_gates, checks.check_future,
+        checks.check_refusals,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_law(check: checks.Any, dtype: torch.dtype) -> None:
+    check("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_goal_accuracy(gate: str, dtype: torch.dtype) -> None:
+    """The promise, at K = V = 128 with everything inside."""
+    x = make_inputs(0, T=1024, H=4, K=128, gate=gate, use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False)
+    x = x.to(dtype=dtype, device="cuda")
+    checks.check_gradients(gate, gradients(x, impl="triton"), checks.reference(x), checks.limits(dtype))
+
+
+@pytest.mark.parametrize("K, V", [(256, 256), (256, 64), (64, 256), (100, 200), (8, 8)])
+def test_sizes(K: int, V: int) -> None:
+    for dtype in (BF16, F32) if K <= 128 else (BF16,):
+        x = make_inputs(0, T=150, K=K, V=V, gate="softplus", use_qk_l2norm=True).to(dtype=dtype, device="cuda")
+        checks.check_gradients(f"{dtype}", gradients(x, impl="triton"), checks.reference(x), checks.limits(dtype))
+
+
+def test_float32_gradients_of_wide_heads_are_refused_by_name() -> None:
+    x = make_inputs(0, T=5, K=200).to(dtype=F32, device="cuda").requires_grad_()
+    with pytest.raises(NotImplementedError, match="float32 operands up to K=128, received K=200"):
+        kda(x.q, x.k, x.v, x.g, x.beta, gate=x.gate, impl="triton")
+    kda(x.q, x.k, x.v, x.g, x.beta, gate=x.gate).output.sum().backward()  # another implementation has them
+
+
+def test_exact_operands_on_bfloat16() -> None:
+    """Nearly parallel keys, which the default's operands are hard on."""
+    x = make_inputs(0, T=200, K=128, gate="softplus", decay="slow", near_equal_keys=True).to(dtype=BF16, device="cuda")
+    checks.check_gradients("exact", gradients(x, impl="triton_exact"), checks.reference(x), checks.limits(BF16))
+
+
+def test_repeats_are_bit_equal_under_load() -> None:
+    side, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            for _ in range(5):
+                busy @ busy
+        checks.check_repeats("cuda", BF16, lengths=(700, 0, 1, 333), H=4, HV=8, K=128, use_qk_l2norm=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_torch_compile(dtype: torch.dtype) -> None:
+    """Forward and backward in one graph each, as plain."""
+    x = make_inputs(0, T=200, H=2, K=64, use_qk_l2norm=True).to(dtype=dtype, device="cuda").requires_grad_()
+
+    def f(q: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        out = kda(q * 2, x.k, v, g, x.beta, gate=x.gate, use_qk_l2norm=True, output_final_state=True)
+        assert out.final_state is not None
+        return out.output.float().square().mean() + out.final_state.square().mean()
+
+    leaves = (x.q, x.v, x.g)
+    want = torch.autograd.grad(f(*leaves), leaves)
+    got = torch.autograd.grad(torch.compile(f, fullgraph=True)(*leaves), leaves)
+    for a, b in zip(got, want, strict=True):
+        assert checks.rel_grad(a, b, b) < 5e-3

@@ -1,0 +1,81 @@
+"""The backward's kernels compiled ahead of time, as `test_triton_aot.py` does with the forward's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from test_triton_aot import Launch, compiled, empty, recorded
+
+STAGES = ("prepare_kernel", "replay_kernel", "reverse_scan_kernel", "products_kernel", "gradients_kernel")
+DATA_CENTRE, ANY = 227 * 1024, 99 * 1024  # bytes of shared memory a program: Hopper; the smallest card since Ampere
+
+# (arguments of `launches`, most spill instructions of each stage that is compiled, shared memory). Measured with Triton 3.6:
+# bounded 0 0 16 0 13; softplus without norm and in groups: gradients 24; wide 0 0 85 (three [64, 256] accumulators alone
+# fill three quarters of the register file); float32 0 0 187 22. Above these limits a setting has become wrong.
+CASES = {
+    "bounded": ({}, dict(zip(STAGES, (0, 0, 24, 0, 40), strict=True)), DATA_CENTRE),
+    "log-decay-packed-groups": (
+        {"gate": None, "l2norm": False, "packed": True, "group": 2, "size": 64}, {"gradients_kernel": 40}, ANY,
+    ),
+    "wide": ({"size": 256}, {"replay_kernel": 0, "reverse_scan_kernel": 0, "products_kernel": 128}, ANY),
+    "float32": ({"dtype": torch.float32}, {"reverse_scan_kernel": 0, "products_kernel": 256, "gradients_kernel": 40}, ANY),
+}  # fmt: skip
+
+
+def launches(
+    gate: str | None = "bounded",
+    dtype: torch.dtype = torch.bfloat16,
+    T: int = 8192,
+    size: int = 128,
+    group: int = 1,
+    packed: bool = False,
+    l2norm: bool = True,
+) -> list[Launch]:
+    from openkda.ops.kda.triton.backward import backward
+    from openkda.ops.kda.triton.launch import Args
+
+    HV, N = 96, 8 if packed else 1
+    f32 = {"dtype": torch.float32}
+    q, k = (empty(1, T, HV // group, size, dtype=dtype) for _ in "qk")
+    v, g, o, do = (empty(1, T, HV, size, dtype=dtype) for _ in range(4))
+    A_log, dt_bias = (None, None) if gate is None else (empty(HV, **f32), empty(HV * size, **f32))
+    cu = empty(N + 1, dtype=torch.int64) if packed else None
+    state = empty(N, HV, size, size, **f32)
+    a = Args(
+        q, k, v, g, empty(1, T, HV, dtype=dtype), A_log, dt_bias, cu, state, None, None,
+        {None: 0, "softplus": 1, "bounded": 2}[gate], -5.0, 0.1, l2norm, True, True, False,
+        torch.float32, dtype == torch.float32, False,
+    )  # fmt: skip
+    with recorded() as found:
+        grads = backward(a, o, do, state, True)
+    for grad, like in zip(grads, (q, k, v, g, a.beta, A_log, dt_bias, state), strict=True):
+        assert (grad is None) == (like is None)
+        assert grad is None or like is None or (grad.shape == like.shape and grad.dtype == like.dtype)
+    return found
+
+
+def test_five_stages_in_order() -> None:
+    assert [launch.kernel.__name__ for launch in launches()] == list(STAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_compiles_within_its_limits(name: str) -> None:
+    arguments, limits, shared = CASES[name]
+    found = {launch.kernel.__name__: launch for launch in launches(**arguments)}  # type: ignore[arg-type]
+    for stage, most in limits.items():
+        report = compiled(found[stage], 90)
+        where = f"{name}: {stage} {found[stage].options}: {report}"
+        assert report.spills <= most, where
+        assert report.registers <= 255 and report.shared <= shared, where
+
+
+def test_lengths_share_one_binary() -> None:
+    def keys(found: list[Launch]) -> list[object]:
+        sources = [launch.source() for launch in found]
+        return [(s.fn.__name__, *(tuple(d.items()) for d in (s.signature, s.constants, s.attrs))) for s in sources]
+
+    for packed in (False, True):
+        assert keys(launches(T=8192, packed=packed)) == keys(launches(T=17, packed=packed))
