@@ -125,4 +125,5 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that one program can have; what the interpreter has is no matter."""
     if device.type != "cuda":
         return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
