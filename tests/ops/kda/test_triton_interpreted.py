@@ -1,39 +1,25 @@
-"""The Triton kernels on a CPU, in Triton's interpreter and float32 (it computes bfloat16 wrongly).
-
-The interpreter has to be chosen before triton is first imported, so the tests run in a process of their own: without
-TRITON_INTERPRET this file has one test, which starts that process on the file itself.
-"""
+"""The Triton kernels on a CPU, in Triton's interpreter and float32."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from interpreter import INTERPRETED, patch_interpreter, run_interpreted
+
 F32 = torch.float32
 
 if INTERPRETED:
-    import triton.runtime.interpreter as interpreter
+    patch_interpreter()
     import triton_checks as checks
 
     from openkda.ops.kda.api import kda
     from openkda.testing.cases import kda_cases
     from openkda.testing.inputs import make_inputs
 
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_for_numpy(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_for_numpy
     CASES = [c for c in kda_cases() if max(c.K, c.V) <= 64 and c.T <= 130][::7]
     PACKS = [c for c in kda_cases() if c.lengths is not None and max(c.K, c.V) <= 32]
 
@@ -41,10 +27,7 @@ if INTERPRETED:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 def test_kernels_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 if INTERPRETED:
