@@ -1,4 +1,4 @@
-"""The Triton kernels with three-term tensor-core operands for 16-bit inputs too: float32-grade sums, about three times slower.
+"""The Triton kernels with two-term operands for 16-bit inputs too: products good to 2^-16, in three times the tensor work.
 
 For inputs that are hard on float16 operands: nearly parallel keys under slow decay cancel in v - S^T k, and the default's
 rounding of k and S (2^-12) shows there as 3e-3 of the state. Never chosen by itself.

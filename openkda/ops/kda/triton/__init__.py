@@ -1,8 +1,8 @@
 """Portable Triton kernels for whole sequences and single tokens, and their backward.
 
 Operands are float16 with a power of two per block, sums and states float32 (error 1.9e-3 of the output, of which bfloat16's
-own rounding is 1.7e-3, and 5e-4 of the state on bfloat16 inputs); float32 inputs, and every input under
-`impl="triton_exact"`, take three-term operands (1e-6 of both, at about three times the time).
+own rounding is 1.7e-3, and 5e-4 of the state on bfloat16 inputs). 16-bit inputs under `impl="triton_exact"` take two bfloat16
+terms (1e-4 of the state), float32 inputs tf32 in three products (1e-6 of both, six times slower).
 """
 
 from __future__ import annotations
