@@ -1,0 +1,131 @@
+"""The decoding block's contract, on the composition of its ops (the kernel is held to it in tests/ops/kda)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openkda.layers.kda import KimiDeltaAttention
+from openkda.models.presets import PRESETS
+from openkda.ops.kda.gate import BoundedGate, SoftplusGate
+from openkda.ops.kda_block.api import MAX_TOKENS, BlockState, BlockWeights, kda_block
+from openkda.testing.compare import check_close
+
+H, HV, K, V, W = 2, 4, 8, 12, 4
+LIMIT = 2e-5
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=GEN)
+
+
+GEN = torch.Generator().manual_seed(0)
+WEIGHTS = BlockWeights(draw(H * K, W), draw(H * K, W), draw(HV * V, W), draw(V), 1e-5)
+GATE = SoftplusGate(draw(HV), draw(HV, K))
+
+
+def tokens(N: int, T: int) -> dict[str, Tensor]:
+    return {
+        "q": draw(N, T, H * K), "k": draw(N, T, H * K), "v": draw(N, T, HV * V), "g": draw(N, T, HV, K),
+        "beta": draw(N, T, HV), "out_gate": draw(N, T, HV, V),
+    }  # fmt: skip
+
+
+def state(rows: int) -> BlockState:
+    return BlockState(
+        draw(rows, HV, K, V), draw(rows, H * K, W - 1), draw(rows, H * K, W - 1), draw(rows, HV * V, W - 1)
+    )
+
+
+def part(x: dict[str, Tensor], t: slice) -> dict[str, Tensor]:
+    return {name: y[:, t] for name, y in x.items()}
+
+
+def test_tokens_together_or_one_by_one() -> None:
+    x, first = tokens(3, 6), state(3)
+    whole = kda_block(**x, weights=WEIGHTS, state=first, gate=GATE)
+    every = kda_block(**x, weights=WEIGHTS, state=first, gate=GATE, keep="all")
+    now = first
+    assert every.states is not None and every.state is None
+    for t in range(6):
+        y, new, _ = kda_block(**part(x, slice(t, t + 1)), weights=WEIGHTS, state=now, gate=GATE)
+        assert new is not None
+        now = new
+        check_close(f"token {t}", y, whole.output[:, t : t + 1], LIMIT)
+        check_close(f"state {t}", every.states[:, t], now.recurrent, LIMIT)
+    assert whole.state is not None
+    check_close("output", every.output, whole.output, LIMIT)
+    for a, b in zip(now.tensors(), whole.state.tensors(), strict=True):
+        check_close("last state", a, b, LIMIT)
+
+
+def test_is_what_the_layer_computes() -> None:
+    """A prefill of a KDA layer, then one token through the layer's ops and through the block."""
+    layer = KimiDeltaAttention(PRESETS["tiny"], 0).eval()
+    x = draw(2, 9, PRESETS["tiny"].hidden_size)
+    with torch.no_grad():
+        _, before = layer(x[:, :8], return_state=True)
+        want, after = layer._step(x[:, 8:], before)
+        got, fused = layer._fused_step(x[:, 8:], before)
+    check_close("output", got, want, LIMIT)
+    for name in ("recurrent", "conv_q", "conv_k", "conv_v"):
+        check_close(name, getattr(fused, name), getattr(after, name), LIMIT)
+
+
+def test_a_pool_is_written_in_place_and_only_where_slots_point() -> None:
+    x, pool, slots = tokens(3, 2), state(5), torch.tensor([4, -1, 0], dtype=torch.int32)
+    old = [t.clone() for t in pool.tensors()]
+    for t in pool.tensors():
+        t[1:4] = float("nan")  # nobody's slots
+    rows = BlockState(*(t[[4, 0, 0]] for t in old))
+    want = kda_block(**x, weights=WEIGHTS, state=rows, gate=GATE)
+    got = kda_block(**x, weights=WEIGHTS, state=pool, gate=GATE, slots=slots)
+    assert got.state is pool and bool((got.output[1] == 0).all())
+    check_close("output", got.output[[0, 2]], want.output[[0, 2]], LIMIT)
+    assert want.state is not None
+    for t, w in zip(pool.tensors(), want.state.tensors(), strict=True):
+        check_close("slots", t[[4, 0]], w[[0, 2]], LIMIT)
+        assert bool(t[1:4].isnan().all())
+
+
+def test_without_slots_nothing_is_overwritten() -> None:
+    x, first = tokens(2, 3), state(2)
+    before = [t.clone() for t in (*x.values(), *first.tensors())]
+    kda_block(**x, weights=WEIGHTS, state=first, gate=GATE)
+    assert all(torch.equal(a, b) for a, b in zip((*x.values(), *first.tensors()), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"keep": "some"}, ValueError, "'last' or 'all'"),
+        ({"gate": None}, TypeError, "SoftplusGate or BoundedGate"),
+        ({"impl": "cuda"}, ValueError, "triton, reference"),
+        ({"impl": "triton"}, NotImplementedError, "CUDA"),
+        ({"v": draw(2, 1, HV * V + 1)}, ValueError, r"v\.shape"),
+        ({"k": draw(2, 1, H * K).double()}, TypeError, r"k\.dtype"),
+        ({"beta": draw(2, 1, HV + 1)}, ValueError, r"beta\.shape"),
+        ({"slots": torch.tensor([0])}, ValueError, r"slots\.shape"),
+        ({"slots": torch.tensor([0.0, 1.0])}, TypeError, r"slots\.dtype"),
+        ({"state": state(3)}, ValueError, "state rows"),
+        ({"weights": replace(WEIGHTS, norm=draw(V + 1))}, ValueError, r"weights\.norm"),
+        ({"weights": replace(WEIGHTS, conv_q=draw(H * K, 5))}, ValueError, "W = 2, 3 or 4"),
+    ],
+)
+def test_malformed_calls_raise(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    call: dict[str, Any] = {**tokens(2, 1), "weights": WEIGHTS, "state": state(2), "gate": BoundedGate()}
+    with pytest.raises(error, match=message):
+        kda_block(**{**call, **change})
+
+
+def test_too_many_tokens_and_gradients_raise() -> None:
+    with pytest.raises(ValueError, match="1 to 64"):
+        kda_block(**tokens(1, MAX_TOKENS + 1), weights=WEIGHTS, state=state(1), gate=GATE)
+    x = tokens(1, 1)
+    x["q"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="not differentiable"):
+        kda_block(**x, weights=WEIGHTS, state=state(1), gate=GATE)
