@@ -25,6 +25,7 @@ from openkda.layers.short_conv import ShortConvolution
 from openkda.layers.state import KDAState
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
+from openkda.ops.short_conv.api import short_conv_step
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
 
 DT_RANGE = (1e-3, 1e-1)  # dt_bias starts as the inverse softplus of a log-uniform draw from here
@@ -124,9 +125,15 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
         if x.is_cuda and self.impl is None:
             return self._fused_step(x, state)
         x = x[:, 0]
-        q, conv_q = self.q_conv1d.step(self.q_proj(x), state.conv_q)
-        k, conv_k = self.k_conv1d.step(self.k_proj(x), state.conv_k)
-        v, conv_v = self.v_conv1d.step(self.v_proj(x), state.conv_v)
+        # One convolution of all channels: three would cost three times the calls (0.3 ms a layer on a CPU).
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        mixed, tails = short_conv_step(
+            torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], 1),
+            torch.cat([conv.weight[:, 0] for conv in convs]),
+            torch.cat([state.conv_q, state.conv_k, state.conv_v], 1),
+        )
+        channels = [conv.weight.shape[0] for conv in convs]
+        q, k, v = mixed.split(channels, 1)
         o, recurrent = kda_step(
             self._split(q, self.key_dim),
             self._split(k, self.key_dim),
@@ -139,7 +146,7 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
             use_beta_sigmoid=True,
             impl=self.impl,
         )
-        return self._output(o, x).unsqueeze(1), KDAState(recurrent, conv_q, conv_k, conv_v)
+        return self._output(o, x).unsqueeze(1), KDAState(recurrent, *tails.split(channels, 1))
 
     def _fused_step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
         """The same step as one op between the projections: a pass over the state, one launch."""

@@ -16,6 +16,9 @@ from openkda.ops.mx.api import ScaleRule, fake_quantize, unpack_mxfp4
 GATHER_LIMIT = 32
 """Token-expert pairs up to which a GPU dequantises per pair instead of per expert: no wait for the host."""
 
+FEW_PAIRS = 16
+"""Token-expert pairs up to which a CPU without gradients multiplies pair by pair: sorting would cost more than it saves."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -110,7 +113,8 @@ def grouped_linear(x: Tensor, w: Tensor, ends: Tensor, impl: str | None) -> Tens
         if impl == "grouped_mm" and reasons:
             raise NotImplementedError("impl='grouped_mm' cannot run this call: " + "; ".join(reasons))
         if not reasons:
-            return _ContiguousGrad.apply(F.grouped_mm(x, w.transpose(1, 2), offs=ends))
+            y = F.grouped_mm(x, w.transpose(1, 2), offs=ends)
+            return _ContiguousGrad.apply(y) if y.requires_grad else y
     parts, start = [], 0
     # unbind, not w[e]: the gradient of one index is a zero tensor of w's whole size, once an expert.
     for matrix, end in zip(w.unbind(0), ends.tolist(), strict=True):
@@ -134,12 +138,25 @@ def expert_mlp(
     if quantize is not None:
         w1, w3, w2 = (fake_quantize(w, "mxfp4", scale_rule=quantize) for w in (w1, w3, w2))
         x = fake_quantize(x, "mxfp8", scale_rule=quantize)
+    elif impl is None and not torch.is_grad_enabled() and x.device.type == "cpu" and experts.numel() <= FEW_PAIRS:
+        return _few_pairs(x, experts, weights, w1, w3, w2, activation)
     plan = Plan.of(experts, w1.shape[0])
     rows = _Dispatch.apply(x, plan)
     hidden = activation(grouped_linear(rows, w1, plan.ends, impl), grouped_linear(rows, w3, plan.ends, impl))
     if quantize is not None:
         hidden = fake_quantize(hidden, "mxfp8", scale_rule=quantize)
     return _Combine.apply(grouped_linear(hidden, w2, plan.ends, impl), weights, plan).to(dtype)
+
+
+def _few_pairs(
+    x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, activation: GLU
+) -> Tensor:
+    """Decoding: one token after the other, one matrix-vector product a matrix."""
+    rows = []
+    for z, chosen, p in zip(x, experts.tolist(), weights, strict=True):
+        y = [F.linear(activation(F.linear(z, w1[e]), F.linear(z, w3[e])), w2[e]) for e in chosen]
+        rows.append((p @ torch.stack(y).to(p.dtype)).to(x.dtype))
+    return torch.stack(rows) if rows else x.clone()
 
 
 Packed = tuple[Tensor, Tensor]
