@@ -25,8 +25,8 @@ from openkda.layers.short_conv import ShortConvolution
 from openkda.layers.state import KDAState
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
-from openkda.ops.short_conv.api import short_conv_step
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
+from openkda.ops.short_conv.api import short_conv_step
 
 DT_RANGE = (1e-3, 1e-1)  # dt_bias starts as the inverse softplus of a log-uniform draw from here
 A_RANGE = (1.0, 16.0)  # exp(A_log) of the softplus gate starts uniform here; A_log of the bounded gate starts at 0
