@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run on a tensor, found out without importing triton."""
+"""Whether Triton kernels can run on a tensor, found out without importing triton; which transforms of torch are at work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import torch
 from torch import Tensor
-
+from torch.autograd import forward_ad
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -25,4 +25,19 @@ def triton_refusals(x: Tensor) -> list[str]:
             reasons.append("the Triton interpreter computes bfloat16 wrongly")
     if x.dtype == torch.float64:
         reasons.append("float64 inputs")
-    return reasons
+    return reasons + transform_refusals()
+
+
+def transform_refusals() -> list[str]:
+    """Why a function whose derivative is written by hand, once, for reverse mode, cannot run here; empty when it can.
+
+    Asked of torch's state, not of the tensors, which costs nothing. An operator with no rule for forward mode would lose the
+    tangent without a word.
+    """
+    if forward_ad._current_level >= 0:
+        return ["inside forward-mode AD (jvp, dual numbers): take the gradient in reverse mode, or impl='reference'"]
+    if torch._C._are_functorch_transforms_active():
+        return [
+            "inside torch.func (vmap, grad, jacrev): batch along B and use torch.autograd.grad, or impl='reference'"
+        ]
+    return []

@@ -11,7 +11,8 @@ from torch import Tensor
 def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
     """Number of sequences N in a [batch, tokens] input: that of the pack, or the batch where `cu_seqlens` is None.
 
-    Empty and one-token sequences are fine. Values are read on the CPU only: on a GPU that would stall the stream.
+    Empty and one-token sequences are fine. Values are read on the CPU only (on a GPU that would stall the
+    stream), and not while torch.compile traces.
     Raises: ValueError or TypeError, showing expected and received, where `cu_seqlens` does not fit the input.
     """
     if cu_seqlens is None:
@@ -24,7 +25,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
         _bad(".shape", "[N + 1] with N >= 1", list(cu_seqlens.shape))
     if batch != 1:
         _bad(" with a batch", "B = 1 (the pack lies along T)", f"B = {batch}")
-    if cu_seqlens.device.type == "cpu":
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if first != 0 or last != tokens:
             _bad("", f"first value 0 and last value T = {tokens}", f"{first} and {last}")

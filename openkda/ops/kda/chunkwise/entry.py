@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import transform_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
-from openkda.ops.kda.chunkwise.autograd import Chunkwise, no_autocast
+from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans, no_autocast
+from openkda.ops.kda.chunkwise.compiled import kda_chunkwise_op, spans_of
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens, prologue
 from openkda.ops.kda.states import compute_dtype, load_states, outgoing, store_states
-
-Spans = list[tuple[int, int]]
 
 
 def refusals(call: KDACall) -> list[str]:
@@ -21,17 +19,28 @@ def refusals(call: KDACall) -> list[str]:
 
 
 def run(call: KDACall) -> KDAOutput:
-    """See `api.kda`. torch.compile breaks its graph here and runs this eagerly: its loops depend on the sequence lengths."""
-    if torch.compiler.is_compiling():
+    """See `api.kda`. torch.compile sees one opaque operator, because the loops depend on the sequence lengths; with
+    `state_positions` the graph breaks here."""
+    if not torch.compiler.is_compiling():
+        return _run(call)
+    if call.state_positions is not None:
         return torch.compiler.disable(_run)(call)
-    return _run(call)
+    gate, S = call.gate, load_states(call)
+    A_log, dt_bias = (None, None) if gate is None else (gate.A_log, gate.dt_bias)
+    o, S = kda_chunkwise_op(
+        call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, S, call.cu_seqlens, gate is not None,
+        None if gate is None else gate.lower_bound, call.scale, call.use_qk_l2norm, call.use_beta_sigmoid,
+    )  # fmt: skip
+    return KDAOutput(o, store_states(call, S))
 
 
 def _run(call: KDACall) -> KDAOutput:
+    transforms = transform_refusals()  # not in `refusals`, because `step` is plain torch and has every derivative
+    if transforms:
+        raise NotImplementedError(f"kda: impl='chunkwise' cannot run {transforms[0]}")
     B, T, HV, V = call.v.shape
     S = load_states(call)
-    cu = [b * T for b in range(B + 1)] if call.cu_seqlens is None else call.cu_seqlens.tolist()
-    spans = list(itertools.pairwise(cu))
+    spans = spans_of(B, T, call.cu_seqlens)
     if call.state_positions is None:
         o, S = _apply(call, spans, S)
         return KDAOutput(o.view(B, T, HV, V), store_states(call, S))

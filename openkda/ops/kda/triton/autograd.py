@@ -48,6 +48,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | None) -> tuple[Any, ...]:
+    ds, dkept = (
+        d if d is not None and d.numel() else None for d in (ds, dkept)
+    )  # empty: that result was not asked for
     if dkept is not None:
         raise NotImplementedError("gradients through states at chosen positions: use impl='chunkwise'")
     tensors = ctx.saved_tensors
