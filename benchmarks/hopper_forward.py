@@ -1,12 +1,13 @@
 """Checks the Hopper forward against a float64 token recurrence, then times it.
 
-    PYTHONPATH=. python benchmarks/hopper_forward.py check|time|once
+PYTHONPATH=. python benchmarks/hopper_forward.py check|time|host|once
 """
 
 from __future__ import annotations
 
 import sys
 from functools import cache, partial
+from time import perf_counter
 
 import torch
 import triton
@@ -170,6 +171,20 @@ def time():
         del args, q, k, v, g, beta, s0, p
 
 
+def host():
+    """Microseconds of host time a call, on inputs small enough that the device is never waited for."""
+    args = inputs([1024], 2, 2, 0.0, state=False)
+    for schedule in SCHEDULES:
+        best = float("inf")
+        for _ in range(6):  # the first compiles
+            torch.cuda.synchronize()
+            start = perf_counter()
+            for _ in range(100):
+                run(args, [1024], schedule=schedule)
+            best = min(best, (perf_counter() - start) * 1e4)
+        print(f"{schedule!s:18s} {best:.0f} us a call", flush=True)
+
+
 def once():
     """One launch for a profiler."""
     for _ in range(2):
@@ -178,4 +193,4 @@ def once():
 
 
 if __name__ == "__main__":
-    sys.exit({"check": check, "time": time, "once": once}[sys.argv[1]]() or 0)
+    sys.exit({"check": check, "time": time, "host": host, "once": once}[sys.argv[1]]() or 0)

@@ -1,6 +1,6 @@
 """Hopper forward of KDA in Gluon: bfloat16, 128 channels, the bounded gate, l2norm and beta's sigmoid inside.
 
-Three schedules over the same chunk algebra (factors.py); launch.py chooses from the sizes alone:
+Three schedules over the same chunk algebra (factors.py); schedule.py chooses from the sizes alone:
 
     fused      one kernel: a warpgroup builds factors while two carry the state            no workspace
     two_pass   factors of every chunk in parallel, then the scan                           65 KB a chunk and head
@@ -55,8 +55,9 @@ def run(call: KDACall) -> KDAOutput:
 
     gate = call.gate
     assert isinstance(gate, BoundedGate)  # for the type checker: refusals made sure of it
+    A_log, dt_bias = register.as_tensor_pair(gate)
     o, final = register.kda_hopper_op(
-        call.q, call.k, call.v, call.g, call.beta, gate.A_log, gate.dt_bias, call.cu_seqlens, call.initial_state,
+        call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, call.cu_seqlens, call.initial_state,
         call.scale, gate.lower_bound, call.output_final_state,
     )  # fmt: skip
     return KDAOutput(o, final if call.output_final_state else None)

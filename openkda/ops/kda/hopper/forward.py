@@ -324,7 +324,7 @@ def _allocate():
 @gluon.jit(do_not_specialize=["T"])
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, cu_ptr,
-    T, HV, groups, scale, bound,
+    HV, groups, T, scale, bound,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """One CTA a (sequence, value head): two state warpgroups and one factor warpgroup."""

@@ -1,208 +1,287 @@
-"""Host side of the Hopper forward: which schedule, descriptors, workspace, launches."""
+"""Host side of the Hopper forward: descriptors, workspace, launches.
+
+Nothing here waits for the device or reads a tensor's values. Descriptors and pointers are built from addresses alone: a
+view of a tensor costs two microseconds, a checked descriptor six, Triton's own launch a hundred, and a call has fifteen
+descriptors in two to five launches.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
-import triton
+from torch import Tensor
+from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.merge import merge_segments_kernel
+from openkda.ops.kda.hopper.schedule import (
+    CHUNK,
+    SLOT_BYTES,
+    WORKSPACE,
+    Schedule,
+    ceil_div,
+    choose,
+    is_split,
+    padded_count,
+    segment_tokens,
+    slots,
+)
 from openkda.ops.kda.hopper.twopass import kda_prepare_kernel, kda_scan_kernel
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-CHUNK = 64
-WORKSPACE = 2 << 30
-"""Bytes of prepared chunks alive at once; a longer sequence goes through in windows of tokens, carrying its state."""
-SLOT_BYTES = 65 * 1024
-FEW_CHUNKS = 32
-"""Sequences below this many chunks are not cut into segments: the two extra passes and the merge would not pay."""
+_COLUMNS = (128, 128, 128, CHUNK, CHUNK)
+"""Of a prepared chunk's operands Kt, Qt, Kh, T and M; each is a [64, columns] tile in float16."""
+_MERGED_COLUMNS = 32
+_MOST_COMPILED = 4096
+
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself where the copy engine can walk it as [B T, H 128] (rows may be strided), else a contiguous copy."""
-    b, t, h, d = x.shape
-    dense = x.stride(3) == 1 and (h == 1 or x.stride(2) == d) and (b == 1 or x.stride(0) == t * x.stride(1))
-    aligned = x.data_ptr() % 16 == 0 and x.stride(1) * x.element_size() % 16 == 0 and x.stride(1) >= h * d
-    return x if dense and aligned else x.contiguous()
+class _Place:
+    """Memory inside a workspace: what Triton asks of a tensor, without making one."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-def _tiles(x: torch.Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """[B, T, H, 128] as a matrix [B T, H 128] of tiles."""
-    b, t, h, d = x.shape
-    return TensorDescriptor(x, [b * t, h * d], [x.stride(1) if b * t > 1 else h * d, 1], block, layout)
+Memory = Tensor | _Place
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """Prepared chunks: Kt, Qt, Kh [slots HV 64, 128] and T, M [slots HV 64, 64] in fp16, decay [slots HV, 128]."""
-
-    descriptors: tuple[TensorDescriptor, ...]
-    decay: torch.Tensor
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Problem:
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
     scale: float
     lower_bound: float
-    cu_seqlens: torch.Tensor | None
+    cu_seqlens: Tensor | None
 
     def window(self, start: int, stop: int) -> _Problem:
         """Tokens start .. stop of a single dense sequence."""
-        tokens = {n: getattr(self, n)[:, start:stop] for n in ("q", "k", "v", "g", "beta")}
-        return replace(self, **tokens)
+        q, k, v, g, beta = (x[:, start:stop] for x in (self.q, self.k, self.v, self.g, self.beta))
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta)
 
     @property
-    def slots(self) -> int:
-        """Chunks of the whole call; an upper bound for a pack, whose lengths only the device knows."""
-        b, t = self.q.shape[:2]
-        return b * triton.cdiv(t, CHUNK) if self.cu_seqlens is None else t // CHUNK + self.sequences
+    def tokens(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.v.shape[2]
 
     @property
     def sequences(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def index(self) -> int:
+        return self.q.device.index
 
 
-def _pack_width(sequences: int) -> int:
-    """Length of the vector that holds a pack's lengths: few values, so that few kernels are compiled."""
-    return max(16, triton.next_power_of_2(sequences))
+@dataclass(slots=True)
+class _Operands:
+    """Prepared chunks in `workspace`: descriptors of Kt, Qt, Kh [slots HV 64, 128] and T, M [slots HV 64, 64] in fp16,
+    decay [slots HV, 128] in fp32."""
+
+    workspace: Tensor
+    descriptors: tuple[TensorDescriptor, ...]
+    decay: _Place
 
 
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, *, scale: float,
+    lower_bound: float, initial_state: Tensor | None = None, final_state: bool = False,
+    cu_seqlens: Tensor | None = None, schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Output [B, T, HV, 128] and the float32 final states [N, HV, 128, 128] or None.
 
-
-def _prepare(p: _Problem) -> _Operands:
-    _, t, h, _ = p.q.shape
-    hv = p.v.shape[2]
-    n = p.sequences
-    slots = p.slots
-    rows = slots * hv * CHUNK
-    sizes = [(rows, 128)] * 3 + [(rows, CHUNK)] * 2
-    operands = [torch.empty(size, dtype=torch.float16, device=p.q.device) for size in sizes]
-    decay = torch.empty(slots * hv, 128, dtype=torch.float32, device=p.q.device)
-    desc = tuple(
-        TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [CHUNK, x.shape[1]], _ROWS) for x in operands
-    )  # fmt: skip
-    kda_prepare_kernel[(slots * hv,)](
-        *(_tiles(x, [CHUNK, 128], _ROWS) for x in (p.q, p.k, p.g)), *desc, decay, p.beta, p.a_log, p.dt_bias,
-        p.beta if p.cu_seqlens is None else p.cu_seqlens, t, hv, hv // h, n, p.scale, p.lower_bound,
-        VARLEN=p.cu_seqlens is not None, NP=_pack_width(n), num_warps=4,
-    )  # fmt: skip
-    return _Operands(desc, decay)
-
-
-def _scan(p: _Problem, w: _Operands, n, t, cu, s0, st, o, *, state_in: int, values=True, output=True):
-    """One pass over n ranges of t tokens (or cu's), from s0, writing states to st and outputs to o."""
-    hv = p.v.shape[2]
-    split = 2 * n * hv <= _sm_count(p.q.device)
-    kda_scan_kernel[(n * hv * (2 if split else 1),)](
-        *w.descriptors, w.decay, _tiles(p.v, [CHUNK, 64], _HALF), _tiles(o, [CHUNK, 64], _HALF), o,
-        w.decay if s0 is None else s0, w.decay if st is None else st, w.decay if cu is None else cu, t, hv, n,
-        STATE_IN=state_in, STATE_OUT=st is not None, VARLEN=cu is not None, NP=_pack_width(n),
-        SPLIT=split, VALUES=values, OUTPUT=output, num_warps=4,
-    )  # fmt: skip
-
-
-def _two_pass(p: _Problem, s0, st, o):
-    t, hv = p.q.shape[1], p.v.shape[2]
-    if p.slots * hv * SLOT_BYTES <= WORKSPACE or p.cu_seqlens is not None or p.q.shape[0] > 1:
-        _scan(p, _prepare(p), p.sequences, t, p.cu_seqlens, s0, st, o, state_in=0 if s0 is None else 1)
-        return
-    width = max(WORKSPACE // (hv * SLOT_BYTES), 1) * CHUNK
-    carry = torch.empty(1, hv, 128, 128, dtype=torch.float32, device=o.device) if st is None else st
-    for start in range(0, t, width):
-        part = p.window(start, min(start + width, t))
-        entering = s0 if start == 0 else carry  # a program reads its own slice of the state before it writes it
-        state_in = 0 if entering is None else 1
-        _scan(
-            part,
-            _prepare(part),
-            1,
-            part.q.shape[1],
-            None,
-            entering,
-            carry,
-            o[:, start : start + width],
-            state_in=state_in,
-        )
-
-
-def _segments(p: _Problem, s0, st, o, count: int):
-    """Exact two-level scan: every segment's own state and transition, the merge, then the scan from true states."""
-    b, t, _, _ = p.q.shape
-    hv = p.v.shape[2]
-    length = triton.cdiv(triton.cdiv(t, CHUNK), count) * CHUNK
-    count = triton.cdiv(t, length)
-    cu = None
-    if t % length:
-        if b > 1:
-            raise ValueError(f"segments of {length} tokens need T divisible by it when B > 1, got B={b}, T={t}")
-        cu = (torch.arange(count + 1, device=p.q.device, dtype=torch.int32) * length).clamp_(max=t)
-    n = b * count
-    w = _prepare(p)
-    shape = (n, hv, 128, 128)
-    local, transition, entering = (torch.empty(shape, dtype=torch.float32, device=p.q.device) for _ in range(3))
-    _scan(p, w, n, length, cu, None, local, o, state_in=0, output=False)
-    _scan(p, w, n, length, cu, None, transition, o, state_in=2, values=False, output=False)
-    merge_segments_kernel[(b * hv, 4)](
-        transition, local, local if s0 is None else s0, entering, local if st is None else st, count, hv,
-        HAS_S0=s0 is not None, HAS_ST=st is not None, BV=32, num_warps=4,
-    )  # fmt: skip
-    _scan(p, w, n, length, cu, entering, None, o, state_in=1)
-
-
-def _fused(p: _Problem, s0, st, o):
-    _, t, h, _ = p.q.shape
-    hv = p.v.shape[2]
-    kda_forward_kernel[(p.sequences * hv,)](
-        *(_tiles(x, [CHUNK, 128], _ROWS) for x in (p.q, p.k, p.g)),
-        _tiles(p.v, [CHUNK, 64], _HALF), _tiles(o, [CHUNK, 64], _HALF), o, p.beta, p.a_log, p.dt_bias,
-        o if s0 is None else s0, o if st is None else st, p.beta if p.cu_seqlens is None else p.cu_seqlens,
-        t, hv, hv // h, p.scale, p.lower_bound,
-        STATE_IN=0 if s0 is None else 1, STATE_OUT=st is not None, VARLEN=p.cu_seqlens is not None, num_warps=4,
-    )  # fmt: skip
-
-
-def choose(p: _Problem) -> str | tuple[str, int]:
-    """The schedule, from sizes alone: never from the gate, so that slow and fast decay take the same time."""
-    dense = p.cu_seqlens is None
-    chains = p.sequences * p.v.shape[2]
-    chunks = triton.cdiv(p.q.shape[1], CHUNK)
-    fits = p.slots * p.v.shape[2] * SLOT_BYTES <= WORKSPACE
-    segments = max(min(_sm_count(p.q.device) // chains, chunks // 4), 1)
-    even = p.q.shape[0] == 1 or p.q.shape[1] % (segments * CHUNK) == 0
-    if dense and fits and segments >= 4 and chunks >= FEW_CHUNKS and even:
-        return ("segments", segments)
-    return "two_pass" if fits or (dense and p.q.shape[0] == 1) else "fused"
-
-
-def forward(q, k, v, g, beta, a_log, dt_bias, *, scale, lower_bound, initial_state=None, final_state=False,
-            cu_seqlens=None, schedule=None):  # fmt: skip
-    """Runs the forward on bf16 inputs (rows may be strided); returns the output and the float32 final state or None.
-
-    schedule: "fused", "two_pass", or ("segments", count); None chooses.
+    q, k, v, g: [B, T, heads, 128] bfloat16, rows may be strided. beta [B, T, HV] any float, a_log [HV] and dt_bias
+    [HV * 128] float32, initial_state [N, HV, 128, 128] float32, cu_seqlens [N + 1] int32 or int64: contiguous.
+    schedule: "fused", "two_pass" or ("segments", count); None chooses.
     """
+    if v.device.index != torch.cuda.current_device():
+        with torch.cuda.device(v.device):
+            return forward(
+                q, k, v, g, beta, a_log, dt_bias, scale=scale, lower_bound=lower_bound, initial_state=initial_state,
+                final_state=final_state, cu_seqlens=cu_seqlens, schedule=schedule,
+            )  # fmt: skip
     p = _Problem(_rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    shape = (p.sequences, v.shape[2], 128, 128)
-    st = torch.empty(shape, dtype=torch.float32, device=q.device) if final_state else None
-    schedule = choose(p) if schedule is None else schedule
+    shape = (p.sequences, p.heads, 128, 128)
+    st = torch.empty(shape, dtype=torch.float32, device=v.device) if final_state else None
+    if schedule is None:
+        schedule = choose(p.tokens, p.sequences, p.heads, cu_seqlens is not None, _sm_count(p.index))
     if schedule == "fused":
         _fused(p, initial_state, st, o)
     elif schedule == "two_pass":
         _two_pass(p, initial_state, st, o)
     else:
-        _segments(p, initial_state, st, o, schedule[1])
+        _segments(p, initial_state, st, o, int(schedule[1]))
     return o, st
+
+
+@cache
+def _sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself where the copy engine can walk it as [B T, H 128] (rows may be strided), else a contiguous copy."""
+    if x.data_ptr() % 16 == 0:
+        if x.is_contiguous():
+            return x
+        b, t, h, d = x.shape
+        dense = x.stride(3) == 1 and (h == 1 or x.stride(2) == d) and (b == 1 or x.stride(0) == t * x.stride(1))
+        if dense and x.stride(1) * x.element_size() % 16 == 0 and x.stride(1) >= h * d:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would return an unaligned x as it is
+
+
+def _descriptor(base: Memory, rows: int, columns: int, stride: int, block: list[int], layout: Any) -> TensorDescriptor:
+    """A matrix of tiles. Without the constructor, whose checks `_rows` and the workspace meet by construction."""
+    d = TensorDescriptor.__new__(TensorDescriptor)
+    d.base, d.shape, d.strides = base, [rows, columns], [stride, 1]
+    d.block_shape, d.layout, d.padding = block, layout, "zero"
+    return d
+
+
+def _tiles(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
+    """[B, T, H, 128] as a matrix [B T, H 128] of tiles."""
+    b, t, h, d = x.shape
+    return _descriptor(x, b * t, h * d, x.stride(1) if b * t > 1 else h * d, block, layout)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int], descriptors: tuple[TensorDescriptor, ...], pointers: tuple[Memory, ...],
+    sizes: tuple[int, ...], numbers: tuple[int | float, ...], constants: tuple[Any, ...], index: int,
+) -> None:  # fmt: skip
+    """A kernel on the current device, which is `index`. Its parameters, in this order: descriptors (always of the same
+    types); pointers; sizes, on whose divisibility Triton specialises; numbers (do_not_specialize, or floats); constants.
+
+    Once compiled it bypasses Triton's launch, which describes every argument in a string. Not while a profiler listens.
+    """
+    addresses = [x.data_ptr() for x in pointers]
+    traits = [(x.dtype, a % 16 == 0) for x, a in zip(pointers, addresses, strict=True)]
+    key = (id(kernel), index, sizes, constants, *traits)
+    ready = _compiled.get(key)
+    if ready is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        _compiled[key] = kernel[grid](*descriptors, *pointers, *sizes, *numbers, *constants, num_warps=4)
+        return
+    ready.run(
+        *grid, 1, driver.active.get_current_stream(index), ready.function, ready.packed_metadata, None, None, None,
+        *descriptors, *addresses, *sizes, *numbers, *constants,
+    )  # fmt: skip
+
+
+def _prepare(p: _Problem) -> _Operands:
+    packed = p.cu_seqlens is not None
+    n, t, hv = p.sequences, p.tokens, p.heads
+    count = slots(t, n, packed) * hv
+    workspace = torch.empty(count * SLOT_BYTES, dtype=torch.uint8, device=p.q.device)
+    descriptors = []
+    at = workspace.data_ptr()
+    for columns in _COLUMNS:
+        place = _Place(at, torch.float16)
+        descriptors.append(_descriptor(place, count * CHUNK, columns, columns, [CHUNK, columns], _ROWS))
+        at += count * CHUNK * columns * 2
+    w = _Operands(workspace, tuple(descriptors), _Place(at, torch.float32))
+    block = [CHUNK, 128]
+    _launch(
+        kda_prepare_kernel, (count, 1),
+        (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors),
+        (w.decay, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens),
+        (hv, hv // p.q.shape[2]), (t, n, p.scale, p.lower_bound), (packed, padded_count(n) if packed else 16), p.index,
+    )  # fmt: skip
+    return w
+
+
+def _scan(
+    p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int,
+    identity: bool = False, output: bool = True,
+) -> None:  # fmt: skip
+    """One pass over n ranges of `length` tokens (or the pack's), from s0, writing states to st and, if `output`, o.
+
+    identity: from the identity and without values, so that st becomes the transition matrix of each range.
+    """
+    cu, hv = p.cu_seqlens, p.heads
+    split = is_split(n * hv, _sm_count(p.index))
+    block = [CHUNK, 64]
+    decay = w.decay
+    _launch(
+        kda_scan_kernel, (n * hv * (2 if split else 1), 1),
+        (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
+        (decay, o, decay if s0 is None else s0, decay if st is None else st, decay if cu is None else cu),
+        (hv,), (length, p.q.shape[0] * p.tokens, n),
+        (2 if identity else 0 if s0 is None else 1, st is not None, cu is not None,
+         16 if cu is None else padded_count(n), split, not identity, output),
+        p.index,
+    )  # fmt: skip
+
+
+def _two_pass(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
+    t, hv = p.tokens, p.heads
+    width = max(WORKSPACE // (hv * SLOT_BYTES), 1) * CHUNK
+    if t <= width or p.cu_seqlens is not None or p.q.shape[0] > 1:
+        _scan(p, _prepare(p), s0, st, o, n=p.sequences, length=t)
+        return
+    carry = torch.empty(1, hv, 128, 128, dtype=torch.float32, device=o.device) if st is None else st
+    for start in range(0, t, width):
+        part = p.window(start, min(start + width, t))
+        entering = s0 if start == 0 else carry  # a program reads its own slice of the state before it writes it
+        _scan(part, _prepare(part), entering, carry, o[:, start : start + width], n=1, length=part.tokens)
+
+
+def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, count: int) -> None:
+    """Exact two-level scan: every segment's own state and transition, the merge, then the scan from true states."""
+    b, t, hv = p.q.shape[0], p.tokens, p.heads
+    length = segment_tokens(t, count)
+    if p.cu_seqlens is not None:
+        raise ValueError("segments need dense sequences, received cu_seqlens")
+    if t % length and b > 1:
+        raise ValueError(f"segments of {length} tokens need T divisible by it when B > 1, received B={b}, T={t}")
+    count = ceil_div(t, length)
+    n = b * count
+    w = _prepare(p)
+    size = n * hv * 128 * 128
+    states = torch.empty(3 * size, dtype=torch.float32, device=o.device)
+    local, transition, entering = (_Place(states.data_ptr() + i * size * 4, torch.float32) for i in range(3))
+    _scan(p, w, None, local, o, n=n, length=length, output=False)
+    _scan(p, w, None, transition, o, n=n, length=length, identity=True, output=False)
+    _launch(
+        merge_segments_kernel, (b * hv, 128 // _MERGED_COLUMNS), (),
+        (transition, local, local if s0 is None else s0, entering, local if st is None else st),
+        (hv,), (count,), (s0 is not None, st is not None, _MERGED_COLUMNS), p.index,
+    )  # fmt: skip
+    _scan(p, w, entering, None, o, n=n, length=length)
+
+
+def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
+    hv = p.heads
+    block, half = [CHUNK, 128], [CHUNK, 64]
+    _launch(
+        kda_forward_kernel, (p.sequences * hv, 1),
+        (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
+         _tiles(o, half, _HALF)),
+        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st,
+         p.beta if p.cu_seqlens is None else p.cu_seqlens),
+        (hv, hv // p.q.shape[2]), (p.tokens, p.scale, p.lower_bound),
+        (0 if s0 is None else 1, st is not None, p.cu_seqlens is not None), p.index,
+    )  # fmt: skip

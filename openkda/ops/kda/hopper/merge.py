@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["segments"])
 def merge_segments_kernel(
-    m_ptr, l_ptr, s0_ptr, init_ptr, st_ptr, segments, HV,
+    m_ptr, l_ptr, s0_ptr, init_ptr, st_ptr, HV, segments,
     HAS_S0: tl.constexpr, HAS_ST: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Entering state of every segment of one (sequence, head) and block of value channels."""

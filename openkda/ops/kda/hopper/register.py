@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from openkda.ops.kda.hopper.launch import forward
+from openkda.ops.kda.triton.launch import packed
+from openkda.ops.kda.triton.register import as_tensor_pair
+
+__all__ = ["as_tensor_pair", "kda_hopper_op"]
 
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _LIBRARY.define(
@@ -14,19 +17,15 @@ _LIBRARY.define(
 )
 
 
-def _flat(x: Tensor | None, like: Tensor, size: int) -> Tensor:
-    """A gate tensor as contiguous float32 [size]; None is zeros."""
-    if x is None:
-        return torch.zeros(size, dtype=torch.float32, device=like.device)
-    return x.detach().reshape(-1).to(torch.float32).contiguous()
-
-
 def _kda_hopper(q, k, v, g, beta, A_log, dt_bias, cu, state, scale, bound, want_state):
     HV = v.shape[2]
+    if A_log is None:
+        A_log = torch.zeros(HV, dtype=torch.float32, device=v.device)
+    if dt_bias is None:
+        dt_bias = torch.zeros(HV * 128, dtype=torch.float32, device=v.device)
     o, final = forward(
-        q, k, v, g, beta.contiguous(), _flat(A_log, q, HV), _flat(dt_bias, q, HV * 128),
-        scale=scale, lower_bound=bound, initial_state=None if state is None else state.contiguous(),
-        final_state=want_state, cu_seqlens=cu,
+        q, k, v, g, beta.contiguous(), A_log, dt_bias, scale=scale, lower_bound=bound, initial_state=packed(state),
+        final_state=want_state, cu_seqlens=packed(cu),
     )  # fmt: skip
     return o, o.new_empty(0) if final is None else final
 

@@ -138,7 +138,7 @@ def _prepare_chunk(
 @gluon.jit(do_not_specialize=["T", "n_seqs"])
 def kda_prepare_kernel(
     q_desc, k_desc, g_desc, kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr,
-    T, HV, groups, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
+    HV, groups, T, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
 ):  # fmt: skip
     """Factors of one chunk and value head; heads fastest, so that neighbours read neighbouring memory."""
     pid = gl.program_id(0)
@@ -213,14 +213,17 @@ def _load_partition(kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, ops, ba
         mbarrier.arrive(kh_ready.index(st), count=1)
 
 
-@gluon.jit(do_not_specialize=["T", "n_seqs"])
+@gluon.jit(do_not_specialize=["T", "rows", "n_seqs"])
 def kda_scan_kernel(
-    kt_desc, qt_desc, kh_desc, tt_desc, m_desc, dec_ptr, v_desc, o_desc, o_ptr, s0_ptr, st_ptr, cu_ptr,
-    T, HV, n_seqs,
+    kt_desc, qt_desc, kh_desc, tt_desc, m_desc, v_desc, o_desc, dec_ptr, o_ptr, s0_ptr, st_ptr, cu_ptr,
+    HV, T, rows, n_seqs,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr, SPLIT: gl.constexpr,
     VALUES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels."""
+    """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels.
+
+    Without VARLEN every range has T tokens, the last one those that are left of `rows`.
+    """
     pid = gl.program_id(0)
     half = 0
     if SPLIT:
@@ -239,7 +242,7 @@ def kda_scan_kernel(
     else:
         slot0 = seq * ((T + 63) // 64)
         row0 = seq * T
-        length = T
+        length = gl.minimum(T, rows - row0)
     kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     qt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)

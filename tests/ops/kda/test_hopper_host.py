@@ -1,0 +1,169 @@
+"""The host side of the Hopper forward, on the CPU: which schedule runs, and what each launch hands to its kernel."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from openkda.ops.kda.hopper.schedule import SLOT_BYTES, WORKSPACE, choose, segment_tokens, slots
+
+SMS = 132
+
+
+@pytest.mark.parametrize(
+    "tokens, sequences, heads, schedule",
+    [(8192, 1, 96, "two_pass"), (1024, 8, 96, "two_pass"), (8192, 1, 64, "two_pass"), (8192, 1, 32, "two_pass"),
+     (65536, 1, 16, ("segments", 8)), (8192, 1, 12, ("segments", 5))],
+)  # fmt: skip
+def test_the_fastest_measured_schedule_runs(tokens: int, sequences: int, heads: int, schedule: Any) -> None:
+    assert choose(tokens, sequences, heads, False, SMS) == schedule
+
+
+def test_every_choice_can_run() -> None:
+    """Segments divide the sequences of a batch, packs are never cut, and the workspace keeps to its ceiling or windows."""
+    for tokens in (17, 64, 1000, 8192, 65537, 300_000):
+        for sequences in (1, 3, 64):
+            for heads in (1, 12, 96):
+                for packed in (False, True):
+                    schedule = choose(tokens, sequences, heads, packed, SMS)
+                    fits = slots(tokens, sequences, packed) * heads * SLOT_BYTES <= WORKSPACE
+                    assert fits or schedule == "fused" or (schedule == "two_pass" and sequences == 1 and not packed)
+                    if isinstance(schedule, tuple):
+                        length = segment_tokens(tokens, schedule[1])
+                        assert not packed and schedule[1] >= 2 and length % 64 == 0
+                        assert (schedule[1] - 1) * length < tokens <= schedule[1] * length
+                        assert sequences == 1 or tokens % length == 0
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The launch module with a device of 132 SMs and kernels that keep their arguments by name."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
+    from openkda.ops.kda.hopper import launch as module
+
+    calls: list[tuple[str, int, dict[str, Any]]] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.name, self.names = kernel.fn.__name__, kernel.arg_names
+
+        def keep(self, grid: tuple[int, int], args: tuple[Any, ...]) -> None:
+            assert len(args) == len(self.names)
+            calls.append((self.name, grid[0] * grid[1], dict(zip(self.names, args, strict=True))))
+
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            def compile_and_launch(*args: Any, num_warps: int) -> Any:
+                self.keep(grid, args)
+                return SimpleNamespace(run=self.run, function=0, packed_metadata=None)
+
+            return compile_and_launch
+
+        def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+            self.keep((x, y), rest[6:])  # stream, function, metadata twice, two hooks
+
+    for name in ("kda_prepare_kernel", "kda_scan_kernel", "kda_forward_kernel", "merge_segments_kernel"):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
+    active = SimpleNamespace(get_current_stream=lambda index: 0)
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(module, "_sm_count", lambda index: SMS)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU device
+    return SimpleNamespace(module=module, calls=calls)
+
+
+def arguments(lengths: tuple[int, ...], H: int, HV: int, batch: int = 1) -> dict[str, Any]:
+    T = sum(lengths)
+    tokens = {n: torch.zeros(batch, T, H, 128, dtype=torch.bfloat16) for n in ("q", "k")}
+    tokens |= {n: torch.zeros(batch, T, HV, 128, dtype=torch.bfloat16) for n in ("v", "g")}
+    packed = len(lengths) > 1
+    return tokens | {
+        "beta": torch.zeros(batch, T, HV), "a_log": torch.zeros(HV), "dt_bias": torch.zeros(HV * 128),
+        "initial_state": torch.zeros(len(lengths) if packed else batch, HV, 128, 128),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0) if packed else None,
+    }  # fmt: skip
+
+
+def seen(value: Any) -> Any:
+    """What a kernel reads of an argument, whichever way it was passed."""
+    if hasattr(value, "block_shape"):
+        return value.base.dtype, value.shape, value.strides, value.block_shape, value.layout
+    return "pointer" if hasattr(value, "data_ptr") else value
+
+
+@pytest.mark.parametrize(
+    "schedule, lengths, batch, kernels",
+    [("fused", (200,), 2, "forward"), ("fused", (3, 0, 90), 1, "forward"), ("two_pass", (200,), 2, "prepare scan"),
+     ("two_pass", (3, 0, 90), 1, "prepare scan"), (("segments", 3), (330,), 1, "prepare scan scan merge scan")],
+)  # fmt: skip
+def test_the_short_launch_passes_what_the_compiling_one_does(
+    launch: Any, schedule: Any, lengths: tuple[int, ...], batch: int, kernels: str
+) -> None:
+    inputs = arguments(lengths, 2, 4, batch)
+    runs = []
+    for _ in range(2):
+        launch.calls.clear()
+        launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, final_state=True, schedule=schedule)
+        runs.append(list(launch.calls))
+    assert [name.removeprefix("kda_").split("_")[0] for name, _, _ in runs[0]] == kernels.split()
+    for (name, grid, first), (_, again, second) in zip(*runs, strict=True):
+        assert grid == again
+        for key, value in first.items():
+            if key.endswith("_ptr"):
+                assert hasattr(value, "data_ptr") or isinstance(value, int), (name, key)
+                assert isinstance(second[key], int), (name, key)
+            else:
+                assert key.endswith("_desc") == hasattr(value, "block_shape"), (name, key)
+                assert seen(value) == seen(second[key]), (name, key)
+        assert second.get("beta_ptr", inputs["beta"].data_ptr()) == inputs["beta"].data_ptr()
+
+
+def test_segments_cover_the_sequence(launch: Any) -> None:
+    inputs = arguments((330,), 1, 1)
+    launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, schedule=("segments", 3))
+    (_, programs, prepare), (_, scans, local), *_ = launch.calls
+    assert (programs, prepare["T"]) == (6, 330)
+    assert (scans, local["T"], local["rows"], local["n_seqs"]) == (6, 128, 330, 3)  # two halves of three ranges
+
+
+def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.module, "WORKSPACE", 2 * SLOT_BYTES)
+    inputs = arguments((330,), 1, 1)
+    launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, schedule="two_pass")
+    scans = [call for name, _, call in launch.calls if name == "kda_scan_kernel"]
+    assert [(c["T"], c["rows"], c["STATE_IN"], c["STATE_OUT"]) for c in scans] == [
+        (128, 128, 1, True), (128, 128, 1, True), (74, 74, 1, True),
+    ]  # fmt: skip
+
+
+def test_rows_are_copied_only_where_the_copy_engine_cannot_walk_them(launch: Any) -> None:
+    rows = launch.module._rows
+    wide = torch.zeros(2, 40, 3 * 256, dtype=torch.bfloat16)
+    view = wide[..., 256:512].unflatten(-1, (2, 128))
+    assert rows(view) is view
+    for x in (
+        torch.zeros(2 * 40 * 256 + 1, dtype=torch.bfloat16)[1:].view(2, 40, 2, 128),  # two bytes off
+        wide[:, :, :256].unflatten(-1, (2, 128))[:, ::2][:, :, :, ::1].transpose(0, 1),
+        torch.zeros(2, 40, 128, 2, dtype=torch.bfloat16).transpose(2, 3),
+        torch.zeros(1, 1, 2, 128, dtype=torch.bfloat16).expand(2, 40, 2, 128),
+    ):
+        copied = rows(x)
+        assert copied.is_contiguous() and copied.data_ptr() % 16 == 0 and torch.equal(copied, x)
+
+
+def test_a_device_that_is_not_current_becomes_it(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextlib.contextmanager
+    def device(target: torch.device) -> Any:
+        entered.append(target)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: target.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launch.module.forward(**arguments((100,), 1, 1), scale=0.5, lower_bound=-5.0, schedule="fused")
+    assert entered == [torch.device("cpu")] and len(launch.calls) == 1
