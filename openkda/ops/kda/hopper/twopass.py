@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from openkda.ops.kda.hopper.factors import (  # fmt: skip
     F1,
     FLAT1,
-    FLAT2,
     FR,
     LOG2E,
     M2,
@@ -37,7 +36,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _sum,
     _tile_factors,
 )
-from openkda.ops.kda.hopper.forward import S128, _bars, _load_beta, state_partition
+from openkda.ops.kda.hopper.forward import S128, _bars, _load_beta, _work_buffers, state_partition
 
 LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -72,14 +71,7 @@ def _prepare_chunk(
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
     g_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
-    kc_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
-    cb_s = gl.allocate_shared_memory(gl.float16, [16, 128], S64)
-    t_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
-    xb_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
-    fk_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
-    ck_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
-    c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
-    b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
+    kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s = _work_buffers()
     full = _bars(2, 1)
     fence_async_shared()
     gl.thread_barrier()
