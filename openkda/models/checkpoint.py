@@ -23,6 +23,7 @@ from torch import Tensor
 
 from openkda.models.config import ModelConfig
 from openkda.models.hybrid import HybridLM
+from openkda.models.official import is_published, load_text_model, read_config
 
 log = logging.getLogger("openkda.models.checkpoint")
 
@@ -30,6 +31,7 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 _HEADER_KEY = "openkda_config"
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def save_checkpoint(model: HybridLM, directory: str | Path) -> None:
@@ -60,7 +62,7 @@ def save_checkpoint(model: HybridLM, directory: str | Path) -> None:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The configuration of the checkpoint in `directory`.
+    """The configuration of the checkpoint in `directory`; of a published one (openkda/models/official.py) its text model's.
 
     Raises: FileNotFoundError or ValueError naming the file.
     """
@@ -68,6 +70,8 @@ def load_config(directory: str | Path) -> ModelConfig:
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no such checkpoint directory")
     path = directory / CONFIG
+    if is_published(directory):
+        return read_config(directory).model.replace(vision=None)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found; a checkpoint has {CONFIG} and {WEIGHTS}")
     fields = _parse(path, path.read_bytes())
@@ -95,13 +99,15 @@ def load_checkpoint(
     directory: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> HybridLM:
     """The model saved in `directory`, in eval mode; bit-equal to what was saved unless `dtype` converts it (float32
-    parameters such as A_log stay float32 even then).
+    parameters such as A_log stay float32 even then). Of a published checkpoint, its text model.
 
     Raises: FileNotFoundError for a missing directory or file; ValueError naming the file, and every tensor that is
         missing, unexpected or of another shape. Nothing is initialised: each parameter comes from the file.
     """
     directory = Path(directory)
     config = load_config(directory)
+    if is_published(directory):
+        return load_text_model(directory, device=device, dtype=dtype)
     path = directory / WEIGHTS
     with torch.device("meta"):
         model = HybridLM(config)
@@ -118,8 +124,10 @@ def _read(file: Any, path: Path, name: str, like: Tensor, device: str | torch.de
         t = file.get_tensor(name)
     except (SafetensorError, RuntimeError, OSError) as error:
         raise ValueError(f"{path}: tensor {name} cannot be read ({error})") from None
-    if not t.is_floating_point() and like.is_floating_point():
+    if like.is_floating_point() and t.dtype not in _FLOATS:  # 8-bit floats need scales that we do not have
         raise ValueError(f"{path}: tensor {name}: expected a float dtype, found {t.dtype}")
+    if not like.is_floating_point() and t.dtype != like.dtype:
+        raise ValueError(f"{path}: tensor {name}: expected {like.dtype}, found {t.dtype}")
     # A copy: the tensor read is a view of the mapped file, which a later save may replace.
     return t.to(device=device, copy=True)
 
@@ -153,7 +161,7 @@ def _opened(path: Path, device: str) -> Iterator[Any]:
 def _parse(path: Path, text: str | bytes) -> dict[str, Any]:
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")

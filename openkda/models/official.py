@@ -69,7 +69,8 @@ def load_official(
     official = _as_stored(config, shards)
     chosen = _check_layers(layers, official.model)
     with_vision = vision and official.kind == "kimi_k3"
-    model = build(_subset(official.model, chosen), vision=with_vision)
+    smaller = _subset(official.model, chosen)
+    model = build(smaller if with_vision else smaller.replace(vision=None), vision=with_vision)
     prefix = "" if with_vision else official.prefix
     wanted = [_renumbered(t, chosen) for t in published(model.state_dict(), prefix, _stored_a_log(official, shards))]
     left_out = _left_out(shards, chosen, official, with_vision)
@@ -77,6 +78,15 @@ def load_official(
     state = _read(shards, wanted, model.state_dict(), device)
     model.load_state_dict(state, strict=True, assign=True)
     return model.to(device=device, dtype=dtype).eval()  # also widens what must be float32 and was stored narrower
+
+
+def load_text_model(
+    directory: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> HybridLM:
+    """`load_official` without the vision tower of a Kimi K3; its config says so too."""
+    model = load_official(directory, vision=False, device=device, dtype=dtype)
+    assert isinstance(model, HybridLM)  # vision=False
+    return model
 
 
 def is_published(directory: str | Path) -> bool:

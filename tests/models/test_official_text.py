@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from openkda.models.checkpoint import load_checkpoint, load_config, save_checkpoint
 from openkda.models.make_checkpoint import make_checkpoint
 from openkda.models.official import is_published, load_official
 from openkda.models.official_text import inventory_of
@@ -35,6 +37,16 @@ def test_of_a_directory_and_of_something_else(tmp_path: Path) -> None:
     assert inventory_of("demo") is None and inventory_of(tmp_path) is None
     (tmp_path / "config.json").write_text('{"kda_num_heads": 2}')
     assert not is_published(tmp_path)
+
+
+def test_published_directories_load_like_our_own(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "k3", **SIZES)
+    model = load_checkpoint(tmp_path / "k3")
+    assert model.config == load_config(tmp_path / "k3") and model.config.vision is None and model.config.packed_experts
+    save_checkpoint(model, tmp_path / "own")
+    again = load_checkpoint(tmp_path / "own")
+    ids = torch.arange(9).unsqueeze(0)
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +79,9 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert run("inspect", str(out)) == 0
     assert "language_model.model.layers.L.self_attn.A_log" in capsys.readouterr().out
+    (out / "openkda_tokenizer.json").write_text('{"kind": "bytes"}')
+    assert run("generate", "--checkpoint", str(out), "--prompt", "def", "--max-new-tokens", "3") == 0
+    capsys.readouterr()
     assert run("make-checkpoint", *options) != 0
     assert "overwrite=True replaces it" in capsys.readouterr().err
     assert run("make-checkpoint", "--out", str(tmp_path / "other"), "--hidden", "100") != 0
