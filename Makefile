@@ -20,7 +20,7 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/mypy openkda
 
 unit: $(VENV)/test.stamp
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8
 
 bench: $(VENV)/test.stamp
 	$(RUN) benchmarks/cpu_kda.py
