@@ -118,9 +118,9 @@ def _check_packing(call: KDACall, check_inputs: bool) -> None:
     if (cu.device.type == "cpu" and not torch.compiler.is_compiling()) or check_inputs:
         if int(cu[0]) != 0 or int(cu[-1]) != T:
             _bad("cu_seqlens", f"first value 0 and last value T = {T}", f"{int(cu[0])} and {int(cu[-1])}")
-        drops = (cu.diff() < 0).nonzero()
-        if drops.numel():
-            i = int(drops[0])
+        drops = cu.diff() < 0
+        if bool(drops.any()):
+            i = int(drops.int().argmax())
             _bad("cu_seqlens", "values that never decrease", f"{int(cu[i])} then {int(cu[i + 1])} at index {i}")
 
 

@@ -21,7 +21,7 @@ from openkda.ops.packing.api import check_cu_seqlens
 
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor state, Tensor? cu"
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? state, Tensor? cu"
 )
 _OPTIONS = "bool gate, float? bound, float scale, bool l2norm, bool sigmoid"
 _LIBRARY.define(f"kda_chunkwise({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -47,11 +47,19 @@ def spans_of(B: int, T: int, cu: Tensor | None) -> Spans:
     return list(itertools.pairwise([b * T for b in range(B + 1)] if cu is None else cu.tolist()))
 
 
+def _state_shape(v: Tensor, g: Tensor, cu: Tensor | None) -> tuple[int, ...]:
+    return (v.shape[0] if cu is None else cu.shape[0] - 1, v.shape[2], g.shape[3], v.shape[3])
+
+
+def _state_dtype(v: Tensor) -> torch.dtype:
+    return torch.promote_types(v.dtype, torch.float32)
+
+
 def _run(
-    rows: tuple[Tensor, ...], A_log: Tensor | None, dt_bias: Tensor | None, state: Tensor, cu: Tensor | None,
+    rows: tuple[Tensor, ...], A_log: Tensor | None, dt_bias: Tensor | None, state: Tensor | None, cu: Tensor | None,
     gate: bool, bound: float | None, scale: float, l2norm: bool, sigmoid: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """state [N, HV, K, V] in the dtype of the arithmetic -> (o [B, T, HV, V], states)."""
+    """state [N, HV, K, V] in the dtype of the arithmetic, or None for zeros -> (o [B, T, HV, V], states)."""
     found: Gate | None = None
     if gate and bound is not None:
         found = BoundedGate(bound, A_log, dt_bias)
@@ -59,6 +67,8 @@ def _run(
         assert A_log is not None  # for the type checker: validation made sure of it
         found = SoftplusGate(A_log, dt_bias)
     v = rows[2]
+    if state is None:
+        state = v.new_zeros(_state_shape(v, rows[3], cu), dtype=_state_dtype(v))
     check_cu_seqlens(cu, v.shape[0], v.shape[1])  # its values could not be read while the graph was traced
     q, k, flat_v, g, beta = (x.flatten(0, 1) for x in rows)
     with no_autocast(v):
@@ -75,7 +85,7 @@ def _forward(q, k, v, g, beta, A_log, dt_bias, state, cu, *options) -> tuple[Ten
 
 
 def _fake_forward(q, k, v, g, beta, A_log, dt_bias, state, cu, *options) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    return v.new_empty(v.shape), state.new_empty(state.shape)
+    return v.new_empty(v.shape), v.new_empty(_state_shape(v, g, cu), dtype=_state_dtype(v))
 
 
 def _backward(do, ds, q, k, v, g, beta, A_log, dt_bias, state, cu, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]

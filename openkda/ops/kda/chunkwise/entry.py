@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from openkda.ops.device.api import transform_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
@@ -14,18 +15,18 @@ from openkda.ops.kda.states import compute_dtype, load_states, outgoing, store_s
 
 
 def refusals(call: KDACall) -> list[str]:
-    """Runs everything, on any device that torch runs on."""
-    return []
+    """Runs everything, on any device that holds numbers."""
+    return ["meta tensors: there is nothing to compute"] if call.q.device.type == "meta" else []
 
 
 def run(call: KDACall) -> KDAOutput:
     """See `api.kda`. torch.compile sees one opaque operator, because the loops depend on the sequence lengths; with
-    `state_positions` the graph breaks here."""
-    if not torch.compiler.is_compiling():
+    `state_positions` the graph breaks here. A DTensor meets the same operator, for which openkda/distributed has rules."""
+    if not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(call.q):
         return _run(call)
     if call.state_positions is not None:
         return torch.compiler.disable(_run)(call)
-    gate, S = call.gate, load_states(call)
+    gate, S = call.gate, None if call.initial_state is None else load_states(call)
     A_log, dt_bias = (None, None) if gate is None else (gate.A_log, gate.dt_bias)
     o, S = kda_chunkwise_op(
         call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, S, call.cu_seqlens, gate is not None,
@@ -105,5 +106,7 @@ def _run_in_pieces(call: KDACall, spans: Spans, S: Tensor) -> tuple[Tensor, Tens
             states[n], begin[n] = state, cuts[n][r]
             kept[cuts[n][r] - 1] = state
     chosen = [kept[p] for p in wanted]
-    assert o is not None  # for the type checker: a call has at least one sequence
+    if o is None:  # a batch of none
+        o, S = _apply(call, spans, S)
+        return o, S, S.new_zeros(0, *S.shape[1:])
     return o, torch.stack(states), torch.stack(chosen) if chosen else S.new_zeros(0, *S.shape[1:])
