@@ -184,11 +184,29 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+def publish(name: str, text: str, result: dict[str, Any], write: bool) -> None:
+    """Print the table; write it and the numbers to benchmarks/results/."""
+    print(text)
+    if write:
+        env = result["environment"]
+        stem = Path(__file__).resolve().parent / "results" / f"{name}-{env['slug']}-{env['date']}"
+        stem.parent.mkdir(exist_ok=True)
+        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(text)
+        print(f"written: {stem}.json and .md")
+
+
+def thread_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """--threads and --no-write, described by the first line of a script's docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--T", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--no-write", action="store_true", help="print only")
+    return parser
+
+
+def main() -> None:
+    parser = thread_arguments(__doc__)
+    parser.add_argument("--T", type=int, nargs="+", default=[1024, 2048])
     args = parser.parse_args()
     result: dict[str, Any] = {"environment": environment(), "rows": [], "slopes": []}
     for threads in args.threads:
@@ -197,15 +215,7 @@ def main() -> None:
             result["rows"] += [compare(gate, threads, T) for T in args.T]
     torch.set_num_threads(1)
     result["slopes"] = [slope(gate, (1024, 2048, 4096, 8192)) for gate in ("bounded", "softplus")]
-    text = table(result)
-    print(text)
-    if not args.no_write:
-        env = result["environment"]
-        stem = Path(__file__).resolve().parent / "results" / f"cpu_kda-{env['slug']}-{env['date']}"
-        stem.parent.mkdir(exist_ok=True)
-        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(text)
-        print(f"written: {stem}.json and .md")
+    publish("cpu_kda", table(result), result, not args.no_write)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ forward + backward of the loss on 1024 tokens; decode: 32 greedy tokens after 10
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu_kda import best_of, environment
+from cpu_kda import best_of, environment, publish, thread_arguments
 from transformers import KimiLinearForCausalLM
 
 from openkda.models.make_checkpoint import miniature, random_model
@@ -75,7 +73,10 @@ def theirs(model: Any, ids: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
     def decode() -> None:
         name = "cache" if "cache" in start else "past_key_values"
-        cache, token = copy.deepcopy(start[name]), ids[:, -1:]  # it is written in place; the copy takes 1 ms of about 800
+        cache, token = (
+            copy.deepcopy(start[name]),
+            ids[:, -1:],
+        )  # it is written in place; the copy takes 1 ms of about 800
         with torch.no_grad():
             for _ in range(STEPS):
                 out = model(token, use_cache=True, **{name: cache})
@@ -103,10 +104,7 @@ def measure(ids: torch.Tensor, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    args = parser.parse_args()
+    args = thread_arguments(__doc__).parse_args()
     env = environment()
     ids = torch.randint(3, 1024, (1, 1024), generator=torch.Generator().manual_seed(0))
     rows = [measure(ids, threads) for threads in args.threads]
@@ -126,13 +124,7 @@ def main() -> None:
                 f"| {row['threads']} | {what} | {r['theirs']:.0f} | {r['ours']:.0f} | {r['ratio']:.1f}x | {goal}x "
                 f"| {row['logits_difference']:.1e} |"
             )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if not args.no_write:
-        stem = Path(__file__).resolve().parent / "results" / f"cpu_moe-{env['slug']}-{env['date']}"
-        stem.parent.mkdir(exist_ok=True)
-        stem.with_suffix(".json").write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(text)
+    publish("cpu_moe", "\n".join(lines) + "\n", {"environment": env, "rows": rows}, not args.no_write)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ runs, processor time with one thread.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_kda import best_of, environment
+from cpu_kda import best_of, environment, publish, thread_arguments
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from openkda.compat import hf
@@ -66,10 +63,7 @@ def measure(model: Any, ids: torch.Tensor, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    args = parser.parse_args()
+    args = thread_arguments(__doc__).parse_args()
     env = environment()
     model = build()
     ids = torch.randint(3, 1024, (1, 1024), generator=torch.Generator().manual_seed(0))
@@ -90,13 +84,7 @@ def main() -> None:
                 f"| {row['threads']} | {what} | {r['plain']:.0f} | {r['patched']:.0f} | {r['ratio']:.1f}x "
                 f"| {row['logits_difference']:.1e} |"
             )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if not args.no_write:
-        stem = Path(__file__).resolve().parent / "results" / f"hf_kimi_linear-{env['slug']}-{env['date']}"
-        stem.parent.mkdir(exist_ok=True)
-        stem.with_suffix(".json").write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(text)
+    publish("hf_kimi_linear", "\n".join(lines) + "\n", {"environment": env, "rows": rows}, not args.no_write)
 
 
 if __name__ == "__main__":
