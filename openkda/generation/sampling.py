@@ -99,8 +99,8 @@ def draw(logits: Float[Tensor, "N V"], uniform: Float[Tensor, " N"]) -> Int[Tens
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator a sequence."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+    """One CPU generator a sequence. A seed is taken modulo 2^64, which is what a generator holds."""
+    return [torch.Generator().manual_seed(seed % (1 << 64)) for seed in seeds]
 
 
 def sample(logits: Float[Tensor, "N V"], options: SamplingOptions, rng: Sequence[torch.Generator]) -> Int[Tensor, " N"]:

@@ -7,9 +7,12 @@ and differ only in these fields (docs/derivation.md says what each does).
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
+from openkda.models.field_types import check_types
 from openkda.models.vision_config import VisionConfig
 from openkda.ops.mx.api import ScaleRule
 
@@ -81,9 +84,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("kda_layers", "full_attn_layers"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if isinstance(getattr(self, name), list | range):  # as JSON gives it back
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.vision, dict):
-            object.__setattr__(self, "vision", VisionConfig(**self.vision))
+            object.__setattr__(self, "vision", _vision(self.vision))
         _check(self)
 
     @property
@@ -148,7 +152,11 @@ def _check(c: ModelConfig) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             _bad(name, "a positive integer", repr(value))
+    check_types(c, "model config")
     _check_layers(c)
+    for name in ("rms_norm_eps", "mla_norm_eps", "initializer_range"):
+        if getattr(c, name) < 0:
+            _bad(name, "0 or more", getattr(c, name))
     if c.kda_v_heads % c.kda_num_heads:
         _bad("kda_num_v_heads", f"a multiple of kda_num_heads = {c.kda_num_heads}", c.kda_num_v_heads)
     if c.short_conv_kernel_size not in (2, 3, 4):
@@ -161,21 +169,42 @@ def _check(c: ModelConfig) -> None:
         _bad("hidden_act", "'silu' or 'situ'", repr(c.hidden_act))
     if c.num_experts is not None:
         _check_moe(c)
+    _check_bytes(c)
+
+
+def _vision(fields: dict[str, Any]) -> VisionConfig:
+    unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(VisionConfig)})
+    if unknown:
+        _bad("vision", "keys of the vision config", f"unknown keys {unknown}")
+    return VisionConfig(**fields)
+
+
+def _check_bytes(c: ModelConfig) -> None:
+    """Sizes whose tensors nothing could address are refused here, not as an overflow somewhere in torch."""
+    heads = c.kda_v_heads * max(c.kda_head_dim, c.kda_v_dim)
+    mla = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
+    shared = (c.moe_intermediate_size or 0) * max(c.num_shared_experts, 1)
+    widest = max(
+        c.vocab_size, c.hidden_size, c.intermediate_size, heads, mla, c.kv_lora_rank, c.q_lora_rank or 0, shared
+    )
+    if 8 * widest * max(c.hidden_size, c.kda_head_dim, c.kv_lora_rank) * (c.num_experts or 1) >= 1 << 63:
+        _bad("sizes", "tensors below 2^63 bytes", f"a width of {widest:,} with hidden_size {c.hidden_size:,}")
 
 
 def _check_layers(c: ModelConfig) -> None:
     both = sorted(set(c.kda_layers) & set(c.full_attn_layers))
     if both:
         _bad("kda_layers and full_attn_layers", "no layer in both", both)
-    want = list(range(1, c.num_hidden_layers + 1))
-    got = sorted(c.kda_layers + c.full_attn_layers)
-    if got != want:
-        holes, extra = sorted(set(want) - set(got)), sorted(set(got) - set(want))
-        doubled = sorted({i for i in got if got.count(i) > 1})
+    got = Counter(c.kda_layers + c.full_attn_layers)
+    outside = sorted(i for i in got if not 1 <= i <= c.num_hidden_layers)
+    doubled = sorted(i for i, times in got.items() if times > 1)
+    # The first ten: a wrong num_hidden_layers may leave billions.
+    holes = list(itertools.islice((i for i in range(1, c.num_hidden_layers + 1) if i not in got), 10))
+    if holes or outside or doubled:
         _bad(
             "kda_layers + full_attn_layers (1-based)",
             f"1..{c.num_hidden_layers}, each once",
-            f"holes {holes}, outside {extra}, doubled {doubled}",
+            f"holes {holes}, outside {outside}, doubled {doubled}",
         )
 
 
@@ -187,8 +216,6 @@ def _check_moe(c: ModelConfig) -> None:
         _bad("num_experts_per_token", f"1..num_experts = {c.num_experts}", c.num_experts_per_token)
     if c.num_shared_experts < 0:
         _bad("num_shared_experts", "0 or more", c.num_shared_experts)
-    if c.expert_quantization not in (None, *get_args(ScaleRule)):
-        _bad("expert_quantization", "'ceil', 'floor', 'even' or null", repr(c.expert_quantization))
     if c.packed_experts and c.expert_quantization is not None:
         _bad("packed_experts with expert_quantization", "one of the two (packed experts cannot train)", "both")
     widths = (c.moe_intermediate_size, c.routed_expert_hidden_size or c.hidden_size)

@@ -109,6 +109,8 @@ def make_checkpoint(
     sizes: those of `miniature` (layers, hidden, heads, head_dim, experts, experts_per_token, vocab_size, vision_layers).
     Returns: the config. Raises: ValueError for an impossible size, FileExistsError, OSError.
     """
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed: expected 0 to 2^63 - 1, received {seed}")
     config = miniature(like, **sizes)
     # The last ids of the vocabulary: begin, end, padding, image (the published ones lie near its end too).
     ids = {f"{name}_token_id": config.vocab_size - 4 + i for i, name in enumerate(("bos", "eos", "pad"))}

@@ -93,7 +93,7 @@ def is_published(directory: str | Path) -> bool:
     """Whether a directory has a config.json in a published layout (another may be our own)."""
     try:
         config = json.loads((Path(directory) / CONFIG).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and ("text_config" in config or "linear_attn_config" in config)
 
@@ -105,7 +105,7 @@ def read_config(directory: str | Path) -> OfficialConfig:
         raise FileNotFoundError(f"{path}: not found")
     try:
         return from_published(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -95,7 +95,7 @@ def _some(items: list[str], limit: int = 50) -> str:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON object with weight_map ({error!r})") from None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise ValueError(f"{path}: weight_map: expected tensor names and file names")

@@ -187,7 +187,7 @@ def _published_names(path: Path, base: int) -> dict[int, str]:
     try:
         table = json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
         return {int(i) - base: token["content"] for i, token in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected added_tokens_decoder {{id: {{content: name}}}}: {error}") from error
 
 

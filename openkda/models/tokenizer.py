@@ -124,7 +124,7 @@ def _from_directory(directory: Path) -> Tokenizer:
                 return ByteTokenizer()
             if kind == "tokenizers":
                 return FileTokenizer(directory / fields["file"])
-        except (KeyError, TypeError, json.JSONDecodeError):
+        except (KeyError, TypeError, json.JSONDecodeError, RecursionError):
             raise ValueError(f"{record}: expected a tokenizer record with a kind, received a damaged file") from None
         raise ValueError(f"{record}: expected kind 'bytes' or 'tokenizers', received {kind!r}")
     if (directory / "tokenizer.json").exists():

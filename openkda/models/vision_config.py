@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from openkda.models.field_types import check_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
@@ -29,12 +31,14 @@ class VisionConfig:
     placeholder_id: int = 163605
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "merge_kernel", tuple(self.merge_kernel))
+        if isinstance(self.merge_kernel, list):  # as JSON gives it back
+            object.__setattr__(self, "merge_kernel", tuple(self.merge_kernel))
         sizes = ("patch_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
         for name in (*sizes, "qkv_hidden_size", "pos_emb_height", "pos_emb_width", "pos_emb_time"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"vision config: {name}: expected a positive integer, received {value!r}")
+        check_types(self, "vision config")
         if self.qkv_hidden_size % (4 * self.num_attention_heads):
             want = f"a multiple of 4 x {self.num_attention_heads} heads (rows and columns rotate pairs)"
             raise ValueError(f"vision config: qkv_hidden_size: expected {want}, received {self.qkv_hidden_size}")

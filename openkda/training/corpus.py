@@ -46,12 +46,16 @@ def find_files(paths: Sequence[str | Path]) -> list[TextFile]:
     found: list[TextFile] = []
     for given in paths:
         path = Path(given)
+        if not str(given):
+            raise ValueError("data: expected a file or directory, received an empty name")
         if str(given) == PYTHON_STDLIB and not path.exists():
             found += stdlib_files()
         elif path.is_dir():
             found += [_text_file(p, path) for p in _walk(path) if is_text(p)]
         elif not path.exists():
             raise FileNotFoundError(f"data: no such file or directory: {str(given)!r}")
+        elif not path.is_file():  # a pipe or a device: it would be read more than once, or for ever
+            raise ValueError(f"data: {path}: expected a file or directory, received neither")
         elif not is_text(path):
             raise ValueError(f"data: {path}: expected UTF-8 text, received other bytes")
         else:
@@ -99,7 +103,7 @@ def hold_out(files: Sequence[TextFile], fraction: float) -> tuple[list[TextFile]
 
 def path_hash(name: str) -> float:
     """A number in [0, 1) from the SHA-256 of a path; uniform over paths, the same everywhere."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
 def read_pieces(file: TextFile) -> Iterator[str]:

@@ -121,10 +121,16 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
         return tuple(parse_value(name, part, typing.get_args(hint)[0]) for part in text.split(",") if part)
     if hint is str:
         return text
+    if typing.get_origin(hint) is typing.Literal:
+        if text not in typing.get_args(hint):
+            _bad(name, " or ".join(map(repr, typing.get_args(hint))), repr(text))
+        return text
     if hint is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         _bad(name, "true or false", text)
+    if hint not in (int, float):
+        _bad(name, "its own section of a config.json, not a setting", repr(text))
     try:
         return hint(text)
     except ValueError:
@@ -147,7 +153,7 @@ def _preset(name: str) -> ModelConfig:
     if path.suffix == ".json" and path.is_file():
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
             _bad("preset", "the JSON of a model config", name)
@@ -161,7 +167,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # shows that it holds numbers: meta does not
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -198,6 +204,8 @@ def _check(o: TrainOptions) -> None:
         value = getattr(o, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             _bad(name, "a positive integer", repr(value))
+    if o.batch_size * o.seq_len >= 1 << 40:  # 2^40 token ids are 8 TB: a slip of the keyboard, not a batch
+        _bad("batch_size * seq_len", "fewer than 2^40 tokens a step", o.batch_size * o.seq_len)
     if o.batch_size % o.accumulate:
         _bad("batch_size", f"a multiple of accumulate = {o.accumulate}", o.batch_size)
     for name in ("warmup", "lr_end", "val_fraction", "momentum", "beta1", "beta2"):

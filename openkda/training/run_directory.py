@@ -121,7 +121,7 @@ def load(checkpoint: Path) -> TrainerState:
         record = json.loads((checkpoint / STATE_JSON).read_text(encoding="utf-8"))
         counts = {name: record[name] for name in ("step", "tokens", "seconds")}
         options = TrainOptions.from_dict(record["options"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{checkpoint / STATE_JSON}: expected a trainer record, received a damaged file") from None
     try:
         tensors = torch.load(checkpoint / STATE_TENSORS, map_location="cpu", weights_only=True)

@@ -120,7 +120,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     try:
         header = json.loads(file.read_text(encoding="utf-8"))
         received = header["format"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{file}: expected the header of a token file, received a damaged file") from None
     if received != FORMAT:
         raise ValueError(f"{file}: expected format {FORMAT}, received {received!r}")

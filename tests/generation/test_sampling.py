@@ -86,3 +86,11 @@ def test_bad_options(bad: dict[str, object]) -> None:
     (name,) = bad
     with pytest.raises(ValueError, match=f"{name}: expected .* received"):
         SamplingOptions(**bad)  # type: ignore[arg-type]
+
+
+def test_any_integer_is_a_seed() -> None:
+    """Also near the end of what a generator holds, where seed + row would be past it."""
+    for seed in (0, 7, -1, (1 << 64) - 1, 10**30, -(10**30)):
+        one, same, other = generators([seed, seed, seed + 1])
+        a, b, c = (torch.rand(4, generator=g) for g in (one, same, other))
+        assert torch.equal(a, b) and not torch.equal(a, c)

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from openkda.models import checkpoint
 from openkda.models.checkpoint import CONFIG, WEIGHTS, load_checkpoint, load_config, save_checkpoint
 from openkda.models.hybrid import HybridLM
+from openkda.models.official import is_published, read_config
+from openkda.models.official_shards import Shards
 from openkda.models.presets import PRESETS
+from openkda.models.tokenizer import load_tokenizer
 
 TINY = PRESETS["tiny"]
 
@@ -250,3 +253,23 @@ def test_impossible_and_unknown_config_fields_are_named(tmp_path: Path) -> None:
         (tmp_path / CONFIG).write_text(json.dumps({**fields, **change}))
         with pytest.raises(ValueError, match=f"{CONFIG}: .*{message}"):
             load_checkpoint(tmp_path)
+
+
+def test_json_that_nests_without_end(tmp_path: Path) -> None:
+    """A file of brackets exhausts the parser's stack: the same one-line answer as for any other damage."""
+    deep = "[" * 200_000
+    for name in (CONFIG, "model.safetensors.index.json", "openkda_tokenizer.json"):
+        (tmp_path / name).write_text(deep)
+    for load in (load_config, load_checkpoint, read_config, Shards, load_tokenizer):
+        with pytest.raises(ValueError, match=r"\.json: "):
+            load(tmp_path)
+    assert not is_published(tmp_path)
+
+
+def test_eight_bit_floats_are_not_weights(tmp_path: Path) -> None:
+    save_checkpoint(built(), tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=r"model\.norm.weight: expected a float dtype, found torch\.float8_e4m3fn"):
+        load_checkpoint(tmp_path)

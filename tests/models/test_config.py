@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
 from openkda.models.config import ModelConfig
+from openkda.models.hybrid import HybridLM
 from openkda.models.presets import PRESETS
 
 TINY = PRESETS["tiny"]
@@ -34,7 +37,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size"
         ({"short_conv_kernel_size": 5}, "2, 3 or 4, received 5"),
         ({"gate_lower_bound": 0.0}, r"\[-5, 0\)"),
         ({"gate_lower_bound": -5.1}, r"\[-5, 0\)"),
-        ({"gate_lower_bound": float("nan")}, r"\[-5, 0\)"),
+        ({"gate_lower_bound": float("nan")}, "gate_lower_bound: expected a finite number or null, received nan"),
         ({"hidden_act": "gelu"}, "'silu' or 'situ', received 'gelu'"),
         ({"attn_res_block_size": 0}, "attn_res_block_size"),
         ({"num_experts": 4}, "moe_intermediate_size"),
@@ -62,3 +65,46 @@ def test_unknown_and_missing_keys_are_named() -> None:
         ValueError, match=r"unknown keys \['rope_theta'\], missing keys \['hidden_size', 'kda_layers'\]"
     ):
         ModelConfig.from_dict(fields)
+
+
+# Values as a hand-edited or hostile config.json may hold them.
+WRONG = {
+    "bool": ["no", 1, 0.0, None, [], {}],
+    "float": ["x", True, None, [], {}, float("nan"), float("inf"), -float("inf"), 10**400],
+    "int": ["x", True, None, 1.5, [], {}, 1 << 31, -(1 << 40), 10**30, float("nan")],
+    "str": [1, True, None, [], {}],
+    "tuple[int, ...]": [3, "1,2", None, {}, ["a"], [1.0], [True], [None], [[1]], [10**30]],
+    "VisionConfig": ["x", 1, True, [], {"foo": 1}, {"merge_kernel": 2}, {"norm_eps": "x"}, {"placeholder_id": 0.5}],
+    "ScaleRule": ["up", 1, True, [], {}],
+}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ModelConfig), ids=lambda f: f.name)
+def test_a_value_of_another_type_is_refused_by_name(field: dataclasses.Field) -> None:
+    kind, optional = str(field.type).removesuffix(" | None"), str(field.type).endswith(" | None")
+    for value in WRONG[kind]:
+        if value is None and optional:
+            continue
+        with pytest.raises(ValueError, match=f"config: {field.name}|vision"):
+            ModelConfig.from_dict({**TINY.to_dict(), field.name: value})
+
+
+@pytest.mark.parametrize(
+    "field", [f for f in dataclasses.fields(ModelConfig) if "int" in str(f.type)], ids=lambda f: f.name
+)
+def test_absurd_sizes_are_refused_or_build_shapes_at_once(field: dataclasses.Field) -> None:
+    """The largest value that the type allows: no hang, no memory, no overflow out of torch."""
+    value = [2**31 - 1] if "tuple" in str(field.type) else 2**31 - 1
+    try:
+        config = ModelConfig.from_dict({**TINY.to_dict(), field.name: value})
+    except ValueError as error:
+        assert "model config: " in str(error)
+        return
+    with torch.device("meta"):
+        HybridLM(config)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "mla_norm_eps", "initializer_range"])
+def test_negative_where_a_root_or_a_width_follows(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected 0 or more, received -1"):
+        TINY.replace(**{name: -1.0})

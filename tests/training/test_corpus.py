@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -64,6 +65,30 @@ def test_a_named_file_must_be_text(tmp_path: Path, content: bytes | None, error:
         path.write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=error):
         find_files([path])
+
+
+def test_an_empty_name_is_not_the_working_directory() -> None:
+    with pytest.raises(ValueError, match="received an empty name"):
+        find_files([""])
+
+
+def test_pipes_are_refused_by_name_and_passed_over_in_directories(tmp_path: Path) -> None:
+    """Opening one would wait for a writer, for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: expected a file or directory"):
+        find_files([tmp_path / "pipe"])
+    (tmp_path / "a.txt").write_text("text")
+    assert [f.name for f in find_files([tmp_path])] == ["a.txt"]
+
+
+def test_a_file_name_may_be_any_bytes(tmp_path: Path) -> None:
+    try:
+        for name in (b"n\xff.txt", b"a.txt"):
+            Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("some text\n" * 40)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    train, held = hold_out(find_files([tmp_path]), 0.5)
+    assert len({f.name for f in train + held}) == 2
 
 
 def test_no_paths() -> None:

@@ -56,6 +56,9 @@ def test_model_settings(setting: str, name: str, value: Any) -> None:
         (["lr=fast"], "lr: expected a number, received fast"),
         (["use_full_rank_gate=1"], "use_full_rank_gate: expected true or false, received 1"),
         (["kda_layers=1,x"], "kda_layers: expected an integer, received x"),
+        (["expert_quantization=up"], "expert_quantization: expected 'ceil' or 'floor' or 'even', received 'up'"),
+        (["vision=x"], "vision: expected its own section of a config.json"),
+        ([f"batch_size={10**12}"], "fewer than 2.40 tokens a step"),
     ],
 )
 def test_bad_settings(settings: list[str], error: str) -> None:
@@ -91,7 +94,7 @@ def test_vocabulary_follows_the_tokenizer() -> None:
 def test_devices() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("gpu", "cuda:99", "cpu:x"):
+    for name in ("gpu", "cuda:99", "cpu:x", "meta"):
         with pytest.raises(ValueError, match=f"device: expected .* received '{name}'"):
             choose_device(name)
     assert choose_dtype("auto", torch.device("cpu")) == torch.float32

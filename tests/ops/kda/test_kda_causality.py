@@ -81,6 +81,17 @@ def test_huge_future_values(gate: str | None, P: int) -> None:
     assert not bool(torch.isfinite(got[:, P:]).all())  # the overflow did happen
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus", None])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_later_token_that_is_no_number(gate: str | None, value: float) -> None:
+    """Each input alone, from token 40 on: the tiles before that token's hold what they would have held."""
+    x = inputs(70, gate)
+    want = outputs(x, impl="chunkwise")["o"][:, :32]
+    for name in TOKENS:
+        got = outputs(with_future(x, 40, name, value), impl="chunkwise")["o"][:, :32]
+        torch.testing.assert_close(got, want, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_neighbour_of_nan_in_the_pack_and_in_the_batch() -> None:
     x = make_inputs(5, T=0, H=2, K=16, lengths=(70, 40, 64))
     y = make_inputs(5, T=0, H=2, K=16, lengths=(70, 40, 64))

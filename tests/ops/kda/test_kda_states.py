@@ -169,6 +169,18 @@ def test_no_positions_is_an_empty_answer(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("B, T", [(0, 20), (0, 0), (2, 0)])
+def test_nothing_in_gives_nothing_out(impl: str, B: int, T: int) -> None:
+    x = make_inputs(8, B=2, T=20, H=1, K=8, V=16)
+    tokens = [t[:B, :T] for t in (x.q, x.k, x.v, x.g, x.beta)]
+    positions = torch.tensor([], dtype=torch.int64)
+    with torch.no_grad():
+        out = kda(*tokens, gate=x.gate, state_positions=positions, output_final_state=True, impl=impl)
+    assert (out.output.shape, out.final_state.shape) == ((B, T, 1, 16), (B, 1, 8, 16))
+    assert out.states_at.shape == (0, 1, 8, 16) and not bool(out.final_state.any())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_inputs_are_left_alone_and_results_share_nothing(impl: str) -> None:
     for gate in ("bounded", "softplus", None):
         x = make_inputs(9, T=64, H=1, K=16, gate=gate)  # one head, one chunk: views could alias most easily

@@ -139,7 +139,8 @@ def walk(f: Factors, S: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _walk(f: Factors, S: Tensor, c: int, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
     """careful: a token that overflows must not reach earlier ones (see `causal_product`); twice the work, rarely needed."""
-    T = unit_lower_inverse(f.Ab[:, 1], careful=True) if careful else f.T
+    Ab = f.Ab.tril() if careful else f.Ab  # a zero above the diagonal times a later token's infinite b is NaN
+    T = unit_lower_inverse(Ab[:, 1], careful=True) if careful else f.T
     T, Px, V = (m.unflatten(0, (c, -1)) for m in (T, f.Px, f.V))
     Fb = (f.Fk * f.b.unsqueeze(-1)).unflatten(0, (c, -1)).transpose(-1, -2)
     total = f.total.unflatten(0, (c, -1)).unsqueeze(-1)
@@ -154,5 +155,5 @@ def _walk(f: Factors, S: Tensor, c: int, careful: bool) -> tuple[Tensor, Tensor,
         torch.mul(states[i], total[i], out=states[i + 1])
         states[i + 1].baddbmm_(Fb[i], E[i])
     read = torch.bmm(f.Px[:, 0], states[:-1].flatten(0, 1))
-    O = causal_product(f.Ab[:, 0], E.flatten(0, 1), read, careful)
+    O = causal_product(Ab[:, 0], E.flatten(0, 1), read, careful)
     return O.view_as(E), E, states
