@@ -60,7 +60,9 @@ def _register(op: Any, names: Sequence[str], results: Any, want_state: int | Non
         present = {n: spec for n, spec in zip(names, given, strict=True) if spec is not None}
         found = results(present | {"final": want_state is not None and arguments[want_state]})
         rest = [None] * (len(arguments) - len(names))
-        rules = [([Replicate() for _ in found], [*(Replicate() if n in present else None for n in names), *rest])]
+        rules: list[Any] = [
+            ([Replicate() for _ in found], [*(Replicate() if n in present else None for n in names), *rest])
+        ]
         q, size = present["q"], present["q"].mesh.size()
         for dim, placements in ((0, _BATCH), (2, _HEADS)):
             if q.shape[dim] % size == 0 and all(n in placements for n in present):

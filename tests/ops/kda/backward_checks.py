@@ -101,9 +101,9 @@ def check_upstream(device: str, dtype: torch.dtype) -> None:
             assert torch.equal(g, want[f"d{n}"]), f"{n}: strides {do.stride()} changed the gradient"
 
 
-def check_one_end(device: str, dtype: torch.dtype) -> None:
+def check_one_end(device: str, dtype: torch.dtype, T: int = 70) -> None:
     """Only through the output, only through the final state: the other counts as zero. One gradient can be asked for alone."""
-    x = make_inputs(3, T=20, K=16, gate="softplus").to(dtype=dtype, device=device)
+    x = make_inputs(3, T=T, K=16, gate="softplus").to(dtype=dtype, device=device)
     for end in ("output", "final_state"):
         zero = replace(x, dS=torch.zeros_like(x.dS)) if end == "output" else replace(x, do=torch.zeros_like(x.do))
         want = reference(zero)
@@ -125,7 +125,7 @@ def check_one_end(device: str, dtype: torch.dtype) -> None:
     assert all(t.grad is not None and bool(torch.isfinite(t.grad).all()) for t in y.tensors().values())
 
 
-def check_extreme_gates(device: str, dtype: torch.dtype) -> None:
+def check_extreme_gates(device: str, dtype: torch.dtype, T: int = 70) -> None:
     """Saturated bound, A_log of 90, hard forgetting: finite, and as in float64. What cannot change has no gradient."""
     for name, gate, decay, A in (
         ("saturated bound", "bounded", "saturated", None),
@@ -133,7 +133,7 @@ def check_extreme_gates(device: str, dtype: torch.dtype) -> None:
         ("A_log 90, softplus", "softplus", "random", 90.0),
         ("hard forgetting", None, "hard", None),
     ):
-        x = make_inputs(4, T=18, K=16, gate=gate, decay=decay).to(dtype=dtype, device=device)
+        x = make_inputs(4, T=T, K=16, gate=gate, decay=decay).to(dtype=dtype, device=device)
         if A is not None:
             assert isinstance(x.gate, BoundedGate | SoftplusGate) and x.gate.A_log is not None
             x.gate.A_log.fill_(A)  # e^90 is no float32
