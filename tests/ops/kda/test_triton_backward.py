@@ -93,3 +93,38 @@ def test_torch_compile(dtype: torch.dtype) -> None:
     got = torch.autograd.grad(torch.compile(f, fullgraph=True)(*leaves), leaves)
     for a, b in zip(got, want, strict=True):
         assert checks.rel_grad(a, b, b) < 5e-3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layer_with_activation_checkpointing_and_autocast(reentrant: bool) -> None:
+    """The layer computed again in the backward gives the same bits; inside autocast its state stays float32."""
+    from torch.utils.checkpoint import checkpoint
+
+    from openkda.layers.kda import KimiDeltaAttention
+    from openkda.models.presets import PRESETS
+
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(PRESETS["tiny"], 0).cuda()
+    x = torch.randn(2, 150, PRESETS["tiny"].hidden_size, device="cuda", requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    grads = []
+    with torch.autocast("cuda", BF16):
+        for again in (False, True):
+            for t in leaves:
+                t.grad = None
+            y = checkpoint(lambda t: layer(t)[0], x, use_reentrant=reentrant) if again else layer(x)[0]
+            y.float().square().sum().backward()
+            grads.append([t.grad for t in leaves])
+        assert layer(x, return_state=True)[1].recurrent.dtype == F32
+    for t, a, b in zip(leaves, *grads, strict=True):
+        assert a is not None and b is not None and a.dtype == t.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_transforms_are_refused(transform: str) -> None:
+    """Also without gradients, where the Hopper kernels would run; forward mode would have lost its tangent silently."""
+    x = make_inputs(0, T=64, K=128, unit_keys=False).to(dtype=BF16, device="cuda")
+    flags = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
+    f = lambda q: kda(q, x.k, x.v, x.g.bfloat16(), x.beta, gate=x.gate, **flags).output  # noqa: E731
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"inside.*impl='reference'"):
+        torch.vmap(f)(x.q.expand(2, *x.q.shape)) if transform == "vmap" else torch.func.jvp(f, (x.q,), (x.q,))

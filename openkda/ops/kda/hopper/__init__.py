@@ -17,6 +17,7 @@ import importlib.metadata
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import transform_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate
 
@@ -32,7 +33,7 @@ SHORT = 16
 
 def refusals(call: KDACall) -> list[str]:
     """Why these kernels cannot run the call; empty when they can."""
-    reasons = _device_refusals(call.q.device) + _option_refusals(call) + _state_refusals(call)
+    reasons = _device_refusals(call.q.device) + _option_refusals(call) + _state_refusals(call) + transform_refusals()
     for name in ("q", "k", "v", "g"):
         x = getattr(call, name)
         if x.dtype != torch.bfloat16:
