@@ -88,12 +88,12 @@ def demo_options(out: Path, *, seconds: float, steps: int | None, quick: bool, s
     if quick:
         return TrainOptions(
             data=(PYTHON_STDLIB,), out=str(out), preset="tiny", seed=seed, device="cpu",
-            seq_len=128, batch_size=4, steps=steps or 8, warmup=0.1, lr=1e-2,
+            seq_len=128, batch_size=4, steps=8 if steps is None else steps, warmup=0.1, lr=1e-2,
             log_every=1, val_every=4, val_tokens=1024, checkpoint_every=10**9,
         )  # fmt: skip
     return TrainOptions(
         data=(PYTHON_STDLIB,), out=str(out), preset="demo", seed=seed, device="cpu",
-        seq_len=512, batch_size=2, steps=steps or 10**6, max_seconds=None if steps else seconds,
+        seq_len=512, batch_size=2, steps=10**6 if steps is None else steps, max_seconds=seconds if steps is None else None,
         warmup=0.02, lr=2e-2, log_every=25, val_every=200, val_tokens=8192, checkpoint_every=10**9,
     )  # fmt: skip
 

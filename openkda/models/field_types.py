@@ -17,7 +17,7 @@ def check_types(config: Any, title: str) -> None:
 
     Stricter than Python: a bool is no number, a number is finite, an integer stays below 2^31; an int will do for a float.
     """
-    for name, hint in _hints(type(config)).items():
+    for name, hint in _hints(typing.cast(Hashable, type(config))).items():
         value = getattr(config, name)
         if not _fits(value, hint):
             raise ValueError(f"{title}: {name}: expected {_say(hint)}, received {value!r:.80}")

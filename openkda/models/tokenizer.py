@@ -123,7 +123,10 @@ def _from_directory(directory: Path) -> Tokenizer:
             if kind == "bytes":
                 return ByteTokenizer()
             if kind == "tokenizers":
-                return FileTokenizer(directory / fields["file"])
+                name = fields["file"]
+                if Path(name).name != name:  # a record from elsewhere must not name files outside its directory
+                    raise ValueError(f"{record}: expected a plain file name, received {name!r}")
+                return FileTokenizer(directory / name)
         except (KeyError, TypeError, json.JSONDecodeError, RecursionError):
             raise ValueError(f"{record}: expected a tokenizer record with a kind, received a damaged file") from None
         raise ValueError(f"{record}: expected kind 'bytes' or 'tokenizers', received {kind!r}")

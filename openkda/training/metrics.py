@@ -33,9 +33,19 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut off by a crash is left out."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """The lines of a metrics file; a last line cut off by a crash is left out. ValueError names the line of other damage."""
+    *whole, _ = Path(path).read_bytes().split(b"\n")
+    return [_parsed(path, number, line) for number, line in enumerate(whole, 1) if line]
+
+
+def _parsed(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict) or type(fields.get("step")) is not int:
+        raise ValueError(f"{path}, line {number}: expected a JSON object with a step, received {line[:80]!r}")
+    return fields
 
 
 def draw_loss_curve(metrics: str | Path, picture: str | Path) -> None:

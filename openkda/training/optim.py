@@ -140,4 +140,14 @@ class Optimizer:
         if set(state) != set(self._parts):
             raise ValueError(f"optimizer state: expected parts {sorted(self._parts)}, received {sorted(state)}")
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            try:
+                part.load_state_dict(state[name])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"optimizer state: {name}: expected torch's own form ({error!r})") from None
+            for p, values in part.state.items():
+                odd = [k for k, v in values.items() if isinstance(v, torch.Tensor) and v.dim() and v.shape != p.shape]
+                if odd:
+                    got = {k: list(values[k].shape) for k in odd}
+                    raise ValueError(
+                        f"optimizer state: {name}: expected {list(p.shape)} as its parameter, received {got}"
+                    )

@@ -74,6 +74,8 @@ class TrainOptions:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(map(str, value)))
         object.__setattr__(self, "out", str(self.out))
+        if not isinstance(self.model, Mapping):
+            _bad("model", "fields of a model config", repr(self.model))
         model = {k: tuple(v) if isinstance(v, list) else v for k, v in self.model.items()}  # as JSON gives it back
         object.__setattr__(self, "model", model)
         _check(self)

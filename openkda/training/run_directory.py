@@ -10,6 +10,7 @@ OUT/last                    link to the newest of them
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import re
@@ -27,6 +28,13 @@ from openkda.models.hybrid import HybridLM
 from openkda.models.tokenizer import Tokenizer
 from openkda.training.options import TrainOptions
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger("openkda.training")
+
 STATE_JSON, STATE_TENSORS = "trainer.json", "trainer.pt"
 
 
@@ -40,6 +48,29 @@ class TrainerState:
     seconds: float
     optimizer: dict[str, Any]
     rng: dict[str, Any]
+
+
+class RunBusy(FileExistsError):
+    """Another process (or thread) is writing to this run."""
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold the run's directory, so that two processes never mix their files; RunBusy for the second. Ends with the process."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunBusy(f"out: expected a directory that no other process trains in, {out} is busy") from None
+        except OSError as error:  # some network file systems have no locks: then nobody is kept out
+            log.info("%s: not locked against other processes (%s)", out, error)
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -57,7 +88,10 @@ def new_run(out: str | Path) -> Iterator[Path]:
     first_made = next((p for p in reversed([path, *path.parents]) if not p.exists()), None)
     path.mkdir(parents=True, exist_ok=True)
     try:
-        yield path
+        with alone(path):
+            yield path
+    except RunBusy:
+        raise
     except BaseException:
         for entry in path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -119,13 +153,32 @@ def load(checkpoint: Path) -> TrainerState:
             raise ValueError(f"{checkpoint}: expected {name}, found none: only a checkpoint made by training resumes")
     try:
         record = json.loads((checkpoint / STATE_JSON).read_text(encoding="utf-8"))
-        counts = {name: record[name] for name in ("step", "tokens", "seconds")}
+        counts = _counts(record)
         options = TrainOptions.from_dict(record["options"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{checkpoint / STATE_JSON}: expected a trainer record, received a damaged file") from None
     try:
         tensors = torch.load(checkpoint / STATE_TENSORS, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{checkpoint / STATE_TENSORS}: not readable ({reason})") from None
-    return TrainerState(options, **counts, optimizer=tensors["optimizer"], rng=tensors["rng"])
+    parts = tensors if isinstance(tensors, dict) else {}
+    rng = parts["rng"] if isinstance(parts.get("rng"), dict) else {}
+    cpu = rng.get("cpu")
+    now = torch.get_rng_state()
+    if not isinstance(parts.get("optimizer"), dict) or not isinstance(cpu, torch.Tensor):
+        raise ValueError(f"{checkpoint / STATE_TENSORS}: expected the parts optimizer and rng, received a damaged file")
+    if (cpu.dtype, cpu.shape) != (now.dtype, now.shape):
+        want, got = (f"{t.dtype} {list(t.shape)}" for t in (now, cpu))
+        raise ValueError(f"{checkpoint / STATE_TENSORS}: random state: expected {want}, received {got}")
+    return TrainerState(options, **counts, optimizer=parts["optimizer"], rng=rng)
+
+
+def _counts(record: dict[str, Any]) -> dict[str, Any]:
+    """step, tokens and seconds of a trainer record; TypeError for one that is no count."""
+    counts = {name: record[name] for name in ("step", "tokens", "seconds")}
+    for name, value in counts.items():
+        kinds = (int, float) if name == "seconds" else (int,)
+        if type(value) not in kinds or not 0 <= value < 1 << 62:
+            raise TypeError(f"{name}: expected 0 or more, received {value!r}")
+    return counts

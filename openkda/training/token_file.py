@@ -24,6 +24,7 @@ from openkda.training.corpus import TextFile, read_pieces
 
 FORMAT = 1
 PARTS = ("tokens", "starts", "json")
+DTYPES = ("uint16", "uint32")
 
 
 class TokenFile:
@@ -40,6 +41,10 @@ class TokenFile:
         self.vocab_size: int = self.header["vocab_size"]
         self.tokens = _map(self.path, "tokens", np.dtype(self.header["dtype"]), self.header["tokens"])
         self.starts = _map(self.path, "starts", np.dtype(np.int64), self.header["documents"])
+        ends = [int(self.starts[i]) for i in (0, -1) if len(self.starts)]
+        if ends and not 0 == ends[0] <= ends[1] < len(self.tokens):
+            want = f"document starts from 0 to below {len(self.tokens)}"
+            raise ValueError(f"{_part(self.path, 'starts')}: expected {want}, received {ends[0]}..{ends[1]}")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -124,6 +129,12 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: expected the header of a token file, received a damaged file") from None
     if received != FORMAT:
         raise ValueError(f"{file}: expected format {FORMAT}, received {received!r}")
+    for name in ("tokens", "documents", "text_bytes", "vocab_size", "eos_id"):
+        value = header.get(name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{file}: {name}: expected an integer, 0 or more, received {value!r}")
+    if header.get("dtype") not in DTYPES:
+        raise ValueError(f"{file}: dtype: expected {' or '.join(DTYPES)}, received {header.get('dtype')!r}")
     return header
 
 

@@ -32,7 +32,7 @@ from openkda.training.options import (
     with_settings,
 )
 from openkda.training.progress import Progress
-from openkda.training.run_directory import find_checkpoint, load, new_run
+from openkda.training.run_directory import alone, find_checkpoint, load, new_run
 from openkda.training.token_file import TokenFile, write_token_file
 from openkda.training.trainer import Trainer
 
@@ -71,7 +71,8 @@ def train(options: TrainOptions, *, progress: Progress | None = None) -> TrainRe
         need_tokens(sides[0], options.seq_len + 1, f"training on one window of seq_len = {options.seq_len}")
         need_tokens(sides[1], 2, "validation")
         trainer = Trainer(options, model, sides[0], choose_dtype(options.dtype, device))
-    return _run(trainer, tokenizer, sides[1], progress)
+    with alone(out):
+        return _run(trainer, tokenizer, sides[1], progress)
 
 
 def resume(path: str | Path, *, settings: Sequence[str] = (), progress: Progress | None = None) -> TrainResult:
@@ -95,7 +96,8 @@ def resume(path: str | Path, *, settings: Sequence[str] = (), progress: Progress
     model = load_checkpoint(checkpoint, device=device)
     trainer = Trainer(options, model, sides[0], choose_dtype(options.dtype, device))
     trainer.restore(state, checkpoint)
-    return _run(trainer, tokenizer, sides[1], progress)
+    with alone(checkpoint.parent):
+        return _run(trainer, tokenizer, sides[1], progress)
 
 
 def _new_model(config: ModelConfig, seed: int, device: torch.device) -> HybridLM:

@@ -90,6 +90,9 @@ def test_full_run_is_bounded_by_the_clock_or_the_steps(tmp_path: Path) -> None:
     assert clock.max_seconds == 200 and clock.preset == "demo"
     steps = demo.demo_options(tmp_path, seconds=200, steps=50, quick=False, seed=0)
     assert steps.max_seconds is None and steps.steps == 50
+    for quickly in (False, True):  # 0 steps is a number, not the default
+        with pytest.raises(ValueError, match="steps: expected a positive integer, received 0"):
+            demo.demo_options(tmp_path, seconds=200, steps=0, quick=quickly, seed=0)
     config = PRESETS["demo"]
     assert config.kda_layers == (1, 2, 3, 5, 6, 7) and config.full_attn_layers == (4, 8)
     assert config.gate_lower_bound == -5.0 and config.use_full_rank_gate and config.mla_use_output_gate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,10 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=error):
             load_tokenizer(tmp_path / path)
+
+
+@pytest.mark.parametrize("name", ["../tokenizer.json", "/etc/hostname", "a/b.json", ".."])
+def test_a_record_names_no_file_outside_its_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "openkda_tokenizer.json").write_text(json.dumps({"kind": "tokenizers", "file": name}))
+    with pytest.raises((ValueError, OSError), match=r"expected a plain file name|directory"):
+        load_tokenizer(tmp_path)

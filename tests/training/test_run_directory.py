@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from openkda.training.options import TrainOptions
-from openkda.training.run_directory import find_checkpoint, load, new_run
+from openkda.training.run_directory import RunBusy, alone, find_checkpoint, load, new_run
 from openkda.training.train import resume, train
 
 
@@ -61,3 +63,51 @@ def test_lost_token_files_are_named(options: Callable[..., TrainOptions]) -> Non
     (out / "data" / "train.tokens").unlink()
     with pytest.raises(ValueError, match=r"train\.tokens: expected \d+ bytes as its header says, received 0"):
         resume(out, settings=["steps=2"])
+
+
+@pytest.mark.parametrize("field", ["step", "tokens", "seconds"])
+def test_counts_that_are_none(options: Callable[..., TrainOptions], field: str) -> None:
+    checkpoint = train(options("run", steps=1)).checkpoint
+    record = json.loads((checkpoint / "trainer.json").read_text())
+    for value in ("x", None, -1, float("nan"), float("inf"), [], True, 10**30):
+        (checkpoint / "trainer.json").write_text(json.dumps(record | {field: value}))
+        with pytest.raises(ValueError, match=r"trainer\.json: expected a trainer record"):
+            load(checkpoint)
+
+
+def test_parts_of_the_state_that_do_not_fit(options: Callable[..., TrainOptions]) -> None:
+    checkpoint = train(options("run", steps=1)).checkpoint
+    whole = torch.load(checkpoint / "trainer.pt")
+    short = {"cpu": torch.zeros(3, dtype=torch.uint8)}
+    for bad in ({}, [1], torch.zeros(2), whole | {"rng": {}}, whole | {"rng": short}, whole | {"optimizer": 5}):
+        torch.save(bad, checkpoint / "trainer.pt")
+        with pytest.raises(ValueError, match=r"trainer\.pt: "):
+            resume(checkpoint, settings=["steps=2"])
+    for part in whole["optimizer"].values():
+        for values in part["state"].values():
+            values |= {k: v.flatten()[:1] for k, v in values.items() if isinstance(v, torch.Tensor) and v.dim()}
+    torch.save(whole, checkpoint / "trainer.pt")
+    with pytest.raises(ValueError, match=r"optimizer state: .*expected .* received"):
+        resume(checkpoint, settings=["steps=2"])
+
+
+@pytest.mark.parametrize("line", ["not json", "[]", "5", '{"step": "x"}', "\xff", "[" * 100_000])
+def test_a_metrics_line_that_is_none_is_named(options: Callable[..., TrainOptions], line: str) -> None:
+    out = train(options("run", steps=1)).out
+    (out / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
+        resume(out, settings=["steps=2"])
+
+
+def test_two_runs_never_share_a_directory(options: Callable[..., TrainOptions]) -> None:
+    out = train(options("run", steps=1)).out
+    before = (out / "metrics.jsonl").read_bytes()
+    with alone(out), pytest.raises(RunBusy, match="no other process trains in"):
+        resume(out, settings=["steps=2"])
+    assert (out / "metrics.jsonl").read_bytes() == before
+    empty = out.parent / "empty"
+    empty.mkdir()
+    with alone(empty), pytest.raises(RunBusy):
+        train(options("empty", steps=1))
+    assert list(empty.iterdir()) == []  # and the other's directory is still there
+    assert resume(out, settings=["steps=2"]).step == 2

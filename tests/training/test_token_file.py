@@ -94,3 +94,25 @@ def test_damage_is_named(text: Path, tmp_path: Path) -> None:
     (tmp_path / "t.json").unlink()
     with pytest.raises(ValueError, match=r"expected t\.json"):
         TokenFile(tmp_path / "t")
+
+
+@pytest.mark.parametrize("name", ["dtype", "tokens", "documents", "text_bytes", "vocab_size", "eos_id"])
+def test_header_values_of_another_kind_are_named(text: Path, tmp_path: Path, name: str) -> None:
+    write_token_file(tmp_path / "t", find_files([text])[:2], ByteTokenizer())
+    header = json.loads((tmp_path / "t.json").read_text())
+    for value in ("x", "object", "float32", None, -1, 1.5, [], True):
+        (tmp_path / "t.json").write_text(json.dumps(header | {name: value}))
+        with pytest.raises(ValueError, match=rf"t\.json: {name}: expected"):
+            TokenFile(tmp_path / "t")
+    del header[name]
+    (tmp_path / "t.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match=rf"t\.json: {name}: expected"):
+        TokenFile(tmp_path / "t")
+
+
+def test_document_starts_outside_the_text_are_named(text: Path, tmp_path: Path) -> None:
+    tokens = write_token_file(tmp_path / "t", find_files([text])[:2], ByteTokenizer())
+    for bad in ([-1, 5], [1, 5], [0, len(tokens)], [5, 0]):
+        np.array(bad, dtype=np.int64).tofile(tmp_path / "t.starts")
+        with pytest.raises(ValueError, match=r"t\.starts: expected document starts from 0"):
+            TokenFile(tmp_path / "t")
