@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -88,7 +89,10 @@ def complete(
 
 def _prompt(n: int, prompt: Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
     if len(prompt):
-        return [int(t) for t in prompt]
+        try:
+            return [operator.index(t) for t in prompt]
+        except TypeError:
+            raise ValueError(f"prompt {n}: expected token ids, received {list(prompt)!r:.80}") from None
     if tokenizer is None:
         raise ValueError(f"prompt {n}: expected at least one token, received none (and no tokenizer to begin with)")
     return [tokenizer.eos_id]

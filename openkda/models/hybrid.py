@@ -229,6 +229,9 @@ class HybridLM(nn.Module):
             raise TypeError(f"input_ids: expected an int64 or int32 tensor, received {got}")
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids.shape: expected [B, T], received {list(input_ids.shape)}")
+        here = self.model.embed_tokens.weight.device
+        if input_ids.device != here:  # torch's own lookup reads stray memory for ids on meta
+            raise ValueError(f"input_ids.device: expected {here} (that of the embedding), received {input_ids.device}")
         if input_ids.device.type == "cpu" and input_ids.numel():
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.config.vocab_size:

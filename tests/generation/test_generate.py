@@ -116,3 +116,9 @@ def test_bad_calls_raise_before_anything_runs(model: HybridLM) -> None:
         generate(model, [[1]], SamplingOptions(stop_strings=("x",)))
     with pytest.raises(ValueError, match="seeds"):
         generate(model, [[1], [2]], SamplingOptions(), seeds=[1])
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [float("nan")], ["1"], [None], [[1]]])
+def test_what_is_no_token_id_is_not_rounded_to_one(model: HybridLM, prompt: list) -> None:
+    with pytest.raises(ValueError, match="prompt 1: expected token ids, received"):
+        complete(model, [[1], prompt], SamplingOptions(max_new_tokens=1))

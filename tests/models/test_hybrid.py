@@ -271,3 +271,11 @@ def test_names_and_shapes_are_the_published_ones(name: str) -> None:
     attention = {n.split(".", 3)[3] for n in found if ".self_attn." in n}
     assert ("self_attn.q_a_proj.weight" in attention) == (name == "kimi-k3")
     assert ("self_attn.g_a_proj.weight" in attention) == (name == "kimi-linear-48b")
+
+
+def test_ids_on_another_device_are_refused() -> None:
+    """torch's embedding reads stray memory for ids without data."""
+    model = HybridLM(PRESETS["tiny"])
+    model.init_weights(0)
+    with pytest.raises(ValueError, match=r"input_ids\.device: expected cpu .*, received meta"):
+        model(torch.zeros(1, 3, dtype=torch.int64, device="meta"))

@@ -135,6 +135,10 @@ def kda_step(
     row n updates slot state_indices[n] in place (-1: the slot is untouched and the output row is zero) and the pool
     itself is returned.
     """
+    for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("state", state)):
+        if not isinstance(t, Tensor) or not t.dim():
+            got = type(t).__name__ if not isinstance(t, Tensor) else "a number"
+            raise TypeError(f"{name}: expected a torch.Tensor with a row for each sequence, received {got}")
     call = validate_step(
         KDACall(
             q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), g.unsqueeze(1), beta.unsqueeze(1), gate,
@@ -147,6 +151,8 @@ def kda_step(
 
 
 def _default_scale(q: Tensor) -> float:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q: expected a torch.Tensor, received {type(q).__name__}")
     return q.shape[-1] ** -0.5 if q.shape and q.shape[-1] else 1.0  # no channels: validation says so, not the division
 
 

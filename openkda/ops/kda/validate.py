@@ -150,6 +150,14 @@ def _check_states(call: KDACall) -> None:
 def _check_pool(call: KDACall, slots: Tensor, N: int) -> None:
     if call.initial_state is None:
         _bad("state_indices", "initial_state to be the pool it points into", "initial_state=None")
+    if any(
+        step == 0 and size > 1 for step, size in zip(call.initial_state.stride(), call.initial_state.shape, strict=True)
+    ):
+        _bad(
+            "initial_state",
+            "a pool whose slots are memory of their own",
+            f"an expanded one, strides {call.initial_state.stride()}",
+        )
     _check_tensor("state_indices", slots, call.q)
     if slots.dtype not in _INTS:
         _bad("state_indices.dtype", "int32 or int64", slots.dtype, TypeError)

@@ -8,6 +8,7 @@ Source: Kimi Linear report (arXiv 2510.26692), section on MLA with NoPE; Kimi K3
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -57,6 +58,9 @@ def mla(
     Returns: [B, T, H, V] in q's dtype. Differentiable in q, latent, kv_b.
     Raises: ValueError, TypeError for malformed input; NotImplementedError for what cannot run.
     """
+    for name, t in (("q", q), ("latent", latent), ("kv_b", kv_b)):
+        if not isinstance(t, Tensor):
+            _bad(name, "a torch.Tensor", type(t).__name__, TypeError)
     call = MLACall(q, latent, kv_b, q.shape[-1] ** -0.5 if scale is None else scale, lengths, cu_seqlens)
     _validate(call)
     _check_impl(call, impl)
@@ -112,6 +116,8 @@ def _check_impl(call: MLACall, impl: str | None) -> None:
 
 def _validate(call: MLACall) -> None:
     q, latent, kv_b = call.q, call.latent, call.kv_b
+    if not math.isfinite(call.scale):
+        _bad("scale", "a finite number", call.scale)
     for name, t, dims in (("q", q, 4), ("latent", latent, 3), ("kv_b", kv_b, 2)):
         if t.dim() != dims:
             _bad(f"{name}.shape", f"{dims} dimensions", list(t.shape))
@@ -136,6 +142,8 @@ def _validate(call: MLACall) -> None:
 
 def _check_lengths(call: MLACall, lengths: Tensor, N: int) -> None:
     S = call.latent.shape[1]
+    if not isinstance(lengths, Tensor):
+        _bad("lengths", "a torch.Tensor", type(lengths).__name__, TypeError)
     if lengths.dtype not in _INTS:
         _bad("lengths.dtype", "int32 or int64", lengths.dtype, TypeError)
     if tuple(lengths.shape) != (N,) or call.latent.shape[0] != N:

@@ -201,3 +201,22 @@ def test_inputs_are_left_alone_and_results_share_nothing(impl: str) -> None:
     _, new = kda_step(*one_token(x, 0), state, impl=impl)
     assert torch.equal(state, x.initial_state)
     assert new.data_ptr() != state.data_ptr()
+
+
+def test_a_pool_whose_slots_are_the_same_memory_is_refused() -> None:
+    x = make_inputs(8, B=2, T=1, H=1, K=8, V=16)
+    pool = torch.zeros(1, 1, 8, 16).expand(4, -1, -1, -1)
+    tokens = [t[:, 0] for t in (x.q, x.k, x.v, x.g, x.beta)]
+    with torch.no_grad(), pytest.raises(ValueError, match="slots are memory of their own"):
+        kda_step(*tokens, pool, gate=x.gate, state_indices=torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("value", [None, 1, [1.0], torch.zeros(())])
+def test_what_is_no_tensor_of_rows_is_named(value: object) -> None:
+    x = make_inputs(8, B=2, T=1, H=1, K=8, V=16)
+    with pytest.raises((TypeError, ValueError), match=r"^q"):
+        kda(value, x.k, x.v, x.g, x.beta)
+    good = [t[:, 0] for t in (x.q, x.k, x.v, x.g, x.beta)] + [torch.zeros(2, 1, 8, 16)]
+    for i, name in enumerate(("q", "k", "v", "g", "beta", "state")):
+        with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor"):
+            kda_step(*good[:i], value, *good[i + 1 :])

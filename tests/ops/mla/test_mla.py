@@ -222,3 +222,16 @@ def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
 def test_packing_needs_one_row() -> None:
     with pytest.raises(ValueError, match="B = 1"):
         mla(*inputs(2, 4, 4), cu_seqlens=torch.tensor([0, 1, 4]))
+
+
+def test_what_is_no_tensor_or_number_is_named() -> None:
+    q, latent, kv_b = torch.zeros(2, 5, 2, 8), torch.zeros(2, 5, 10), torch.zeros(20, 6)
+    for i, name in enumerate(("q", "latent", "kv_b")):
+        arguments = [q, latent, kv_b]
+        arguments[i] = None
+        with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, received NoneType"):
+            mla(*arguments)
+    with pytest.raises(TypeError, match=r"lengths: expected a torch\.Tensor, received list"):
+        mla(q, latent, kv_b, lengths=[5, 5])
+    with pytest.raises(ValueError, match="scale: expected a finite number, received nan"):
+        mla(q, latent, kv_b, scale=float("nan"))
