@@ -122,3 +122,12 @@ def test_any_cut_gives_the_same(seed: int) -> None:
         state = out.final_state
         rows.append(out.output)
     check_errors({"o": torch.cat(rows, 1), "S": state}, outputs(x), 2e-6)
+
+
+def test_torchs_default_device_does_not_matter() -> None:
+    """Index tables are made where they are used: a default of another device must not catch them."""
+    x = make_inputs(3, T=0, H=1, K=16, lengths=(5, 70, 1))
+    want = outputs(x, impl="chunkwise")["o"]
+    with torch.device("meta"):
+        got = outputs(x, impl="chunkwise")["o"]
+    assert torch.equal(got, want)

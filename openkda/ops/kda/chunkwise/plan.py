@@ -85,9 +85,11 @@ class Segment:
 
     def _index(self, block: Block) -> None:
         chunk = block.chunk
-        within = ((self.first + torch.arange(self.count)) * chunk)[:, None, None] + torch.arange(chunk)
-        real = (within < torch.tensor(block.lengths)[:, None]).flatten()
-        rows = (within + torch.tensor(block.starts)[:, None]).flatten()
+        within = ((self.first + torch.arange(self.count, device="cpu")) * chunk)[:, None, None] + torch.arange(
+            chunk, device="cpu"
+        )
+        real = (within < torch.tensor(block.lengths, device="cpu")[:, None]).flatten()
+        rows = (within + torch.tensor(block.starts, device="cpu")[:, None]).flatten()
         self.real = real.nonzero().squeeze(1)
         self.padding = (~real).nonzero().squeeze(1)
         self.rows = rows[self.real]
