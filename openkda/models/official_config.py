@@ -67,10 +67,11 @@ def from_published(config: dict[str, Any]) -> OfficialConfig:
     if kind == "kimi_k3":
         inert_top = _top(config, text, faults)
         fields["vision"] = _vision(config, text, faults)
-    known = {*SAME, "num_key_value_heads", "linear_attn_config", "quantization_config", "vision_config"}
+    known = {*SAME, "num_key_value_heads", "linear_attn_config", "vision_config"}
     # An optional feature written as off stays written as off.
-    inert = {k: v for k, v in text.items() if k not in known or (SAME.get(k) == "" and v in (None, False))}
-    faults.unknown += [k for k in inert if k not in {*SAME, *FIXED, *INERT_TEXT} and not k.startswith(INERT_PREFIXES)]
+    inert = {k: v for k, v in text.items() if k not in known or (SAME.get(k) == "" and (v is None or v is False))}
+    expected = {*SAME, *FIXED, *INERT_TEXT, "quantization_config"}
+    faults.unknown += [k for k in inert if k not in expected and not k.startswith(INERT_PREFIXES)]
     faults.check()
     return OfficialConfig(ModelConfig(**fields), kind, inert, inert_top)
 
@@ -109,8 +110,9 @@ def to_published(official: OfficialConfig) -> dict[str, Any]:
     if c.use_full_rank_gate:
         linear["use_full_rank_gate"] = True
     text["linear_attn_config"] = linear
+    entry = text.pop("quantization_config", None)
     if c.packed_experts:
-        text["quantization_config"] = copy.deepcopy(QUANTIZATION)
+        text["quantization_config"] = copy.deepcopy(QUANTIZATION if entry is None else entry)
     if official.kind == "kimi_linear":
         return text
     assert c.vision is not None
@@ -167,12 +169,19 @@ def _text_fields(text: dict[str, Any], faults: _Faults) -> dict[str, Any]:
         faults.contradictory.append("hidden_act 'silu' beside activation_situ_beta")
     quantization = text.get("quantization_config")
     fields["packed_experts"] = quantization is not None and moe
-    if quantization is not None and quantization.get("format") != QUANTIZATION["format"]:
-        found = quantization.get("format")
-        faults.contradictory.append(f"quantization_config.format: expected {QUANTIZATION['format']!r}, found {found!r}")
+    if quantization is not None:
+        faults.contradictory += _differences(quantization, QUANTIZATION, "quantization_config")
     if "vision_config" in text:
         faults.contradictory.append("vision_config beside the text model's keys: expected text_config")
     return fields
+
+
+def _differences(found: Any, wanted: Any, at: str) -> list[str]:
+    """Where `found` says something else than `wanted`; which layers to leave out and who observed them says nothing here."""
+    if not isinstance(wanted, dict) or not isinstance(found, dict):
+        return [] if found == wanted else [f"{at}: expected {wanted!r}, found {found!r}"]
+    keys = [k for k in {**wanted, **found} if k not in ("ignore", "observer", "observer_kwargs")]
+    return [line for k in keys for line in _differences(found.get(k), wanted.get(k), f"{at}.{k}")]
 
 
 def _top(config: dict[str, Any], text: dict[str, Any], faults: _Faults) -> dict[str, Any]:

@@ -117,11 +117,34 @@ def test_faults_of_the_multimodal_file() -> None:
         from_published(bad)
     for part in (
         "tie_word_embeddings: True at the top, False in text_config", "vision_config.patch_size", "vision_config.zoom",
-        "vision_config.text_hidden_size: expected 7168, found 4096", "norm_type: expected 'rmsnorm'", "found 'nvfp4'",
+        "vision_config.text_hidden_size: expected 7168, found 4096", "norm_type: expected 'rmsnorm'",
+        "quantization_config.format: expected 'mxfp4-pack-quantized', found 'nvfp4'",
     ):  # fmt: skip
         assert part in str(error.value)
     with pytest.raises(ValueError, match="not a Kimi Linear or Kimi K3 model"):
         from_published({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("kv_cache_scheme",), {"num_bits": 8, "type": "float"}),
+        (("config_groups", "group_0", "weights", "group_size"), 16),
+        (("config_groups", "group_0", "input_activations"), {"num_bits": 8}),
+        (("sparsity_config",), {"format": "dense"}),
+    ],
+)
+def test_no_part_of_the_quantisation_entry_is_dropped(path: tuple[str, ...], value: object) -> None:
+    config = to_published(official("kimi-k3"))
+    place = config["text_config"]["quantization_config"]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=rf"quantization_config\.{'.'.join(path)}: expected"):
+        from_published(config)
+    other = to_published(official("kimi-k3"))
+    other["text_config"]["quantization_config"]["ignore"].append("re:.*gate.*")
+    assert to_published(from_published(other)) == other
 
 
 def test_what_the_format_cannot_say_is_refused() -> None:
