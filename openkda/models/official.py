@@ -222,10 +222,8 @@ def _left_out(shards: Shards, chosen: list[int], official: OfficialConfig, visio
     eyes = ("vision_tower.", "mm_projector.") if official.kind == "kimi_k3" and not vision else ()
     out = set()
     for name in shards.files:
-        tail = name.partition(f"{official.prefix}model.layers.")[2]
-        if (tail and tail.partition(".")[0].isdigit() and int(tail.partition(".")[0]) in others) or name.startswith(
-            eyes or "\0"
-        ):
+        number = name.partition(f"{official.prefix}model.layers.")[2].partition(".")[0]
+        if name.startswith(eyes) or (number.isdigit() and int(number) in others):
             out.add(name)
     return out
 
@@ -248,6 +246,9 @@ def _read(
                     continue
                 if t.key not in state:
                     state[t.key] = torch.empty(ours[t.key].shape, dtype=value.dtype, device=device)
+                if value.dtype != state[t.key].dtype:
+                    want = f"{state[t.key].dtype} as its first expert's"
+                    raise ValueError(f"{path}: {t.name}: expected {want}, found {value.dtype}")
                 state[t.key][t.row] = value
     return state
 

@@ -267,6 +267,13 @@ def test_experts_both_plain_and_packed(copy_of_k3: Path) -> None:
         load_official(copy_of_k3)
 
 
+def test_experts_of_several_dtypes(linear: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(linear, tmp_path / "linear"))
+    edit(directory, "model.layers.1.block_sparse_moe.experts.2.w1.weight", lambda t: t.float())
+    with pytest.raises(ValueError, match=r"experts\.2\.w1\.weight: expected torch\.bfloat16 as its first expert's"):
+        load_official(directory)
+
+
 def test_config_faults_name_the_file(copy_of_k3: Path) -> None:
     path = copy_of_k3 / "config.json"
     config = json.loads(path.read_text())
