@@ -1,9 +1,13 @@
-"""Whether Triton kernels can run on a tensor, found out without importing triton; which transforms of torch are at work."""
+"""Whether Triton kernels can run on a tensor, found out without importing triton; which transforms of torch are at work; and
+the choice between the implementations of a small op.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -41,3 +45,23 @@ def transform_refusals() -> list[str]:
             "inside torch.func (vmap, grad, jacrev): batch along B and use torch.autograd.grad, or impl='reference'"
         ]
     return []
+
+
+def choose_module(
+    op: str, names: tuple[str, ...], impl: str | None, x: Tensor, load: Callable[[str], ModuleType]
+) -> ModuleType:
+    """The module of `op` that runs x: `impl`, or the first of `names` without refusals (on the CPU the reference).
+
+    load: name -> module with `refusals(x)`. Written out by each op, because torch.compile follows an import statement but not
+    importlib. Raises: ValueError for an unknown name; NotImplementedError with every reason when none can run.
+    """
+    if impl is not None and impl not in names:
+        raise ValueError(f"impl: expected one of {', '.join(names)} or None, received {impl!r}")
+    reasons: list[str] = []
+    for name in (names if x.is_cuda else ("reference",)) if impl is None else (impl,):
+        module = load(name)
+        refused = module.refusals(x)
+        if not refused:
+            return module
+        reasons += [f"{name}: {r}" for r in refused]
+    raise NotImplementedError(f"no {op} implementation can run this call: " + "; ".join(reasons))

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from openkda.ops.device.api import choose_module
+
 __all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "gated_rms_norm", "l2norm", "rms_norm"]
 
 L2NORM_EPS = 1e-6
@@ -40,7 +42,7 @@ def rms_norm(
     Returns: [..., D] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
     """
     _check(x, weight, eps)
-    return _choose(x, impl).rms_norm(x, weight, eps)
+    return choose_module("norm", IMPLEMENTATIONS, impl, x, _module).rms_norm(x, weight, eps)
 
 
 def gated_rms_norm(
@@ -62,7 +64,7 @@ def gated_rms_norm(
     _check_float("gate", gate)
     if gate.shape != x.shape:
         raise ValueError(f"gate.shape: expected {list(x.shape)} (that of x), received {list(gate.shape)}")
-    return _choose(x, impl).gated_rms_norm(x, gate, weight, eps)
+    return choose_module("norm", IMPLEMENTATIONS, impl, x, _module).gated_rms_norm(x, gate, weight, eps)
 
 
 def l2norm(x: Float[Tensor, "... K"]) -> Float[Tensor, "... K"]:
@@ -91,7 +93,6 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def _module(name: str) -> ModuleType:
-    """Written out, because torch.compile follows an import statement but not importlib."""
     if name == "triton":
         from openkda.ops.norm import triton
 
@@ -99,16 +100,3 @@ def _module(name: str) -> ModuleType:
     from openkda.ops.norm import reference
 
     return reference
-
-
-def _choose(x: Tensor, impl: str | None) -> ModuleType:
-    if impl is not None and impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
-    reasons: list[str] = []
-    for name in (IMPLEMENTATIONS if x.is_cuda else ("reference",)) if impl is None else (impl,):
-        module = _module(name)
-        refused = module.refusals(x)
-        if not refused:
-            return module
-        reasons += [f"{name}: {r}" for r in refused]
-    raise NotImplementedError("no norm implementation can run this call: " + "; ".join(reasons))

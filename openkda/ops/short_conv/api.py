@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from openkda.ops.device.api import choose_module
 from openkda.ops.packing.api import check_cu_seqlens
 
 __all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "short_conv", "short_conv_step"]
@@ -61,7 +62,9 @@ def short_conv(
     N = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
     if initial_state is not None:
         _check_state("initial_state", initial_state, x, (N, x.shape[2], weight.shape[1] - 1))
-    y, final = _choose(x, impl).run(x, weight, initial_state, cu_seqlens, activation)
+    y, final = choose_module("short_conv", IMPLEMENTATIONS, impl, x, _module).run(
+        x, weight, initial_state, cu_seqlens, activation
+    )
     return y, final if output_final_state else None
 
 
@@ -79,7 +82,7 @@ def short_conv_step(
     """
     _check_weight(x, 2, "[N, D]", weight, activation)
     _check_state("state", state, x, (*x.shape, weight.shape[1] - 1))
-    return _choose(x, impl).step(x, weight, state, activation)
+    return choose_module("short_conv", IMPLEMENTATIONS, impl, x, _module).step(x, weight, state, activation)
 
 
 def _bad(name: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:
@@ -114,7 +117,6 @@ def _check_state(name: str, state: Tensor, x: Tensor, shape: tuple[int, ...]) ->
 
 
 def _module(name: str) -> ModuleType:
-    """Written out, because torch.compile follows an import statement but not importlib."""
     if name == "triton":
         from openkda.ops.short_conv import triton
 
@@ -122,16 +124,3 @@ def _module(name: str) -> ModuleType:
     from openkda.ops.short_conv import reference
 
     return reference
-
-
-def _choose(x: Tensor, impl: str | None) -> ModuleType:
-    if impl is not None and impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
-    reasons: list[str] = []
-    for name in (IMPLEMENTATIONS if x.is_cuda else ("reference",)) if impl is None else (impl,):
-        module = _module(name)
-        refused = module.refusals(x)
-        if not refused:
-            return module
-        reasons += [f"{name}: {r}" for r in refused]
-    raise NotImplementedError("no short_conv implementation can run this call: " + "; ".join(reasons))
