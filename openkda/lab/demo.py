@@ -93,8 +93,8 @@ def demo_options(out: Path, *, seconds: float, steps: int | None, quick: bool, s
         )  # fmt: skip
     return TrainOptions(
         data=(PYTHON_STDLIB,), out=str(out), preset="demo", seed=seed, device="cpu",
-        seq_len=512, batch_size=2, steps=10**6 if steps is None else steps, max_seconds=seconds if steps is None else None,
-        warmup=0.02, lr=2e-2, log_every=25, val_every=200, val_tokens=8192, checkpoint_every=10**9,
+        seq_len=128, batch_size=16, steps=10**6 if steps is None else steps, max_seconds=seconds if steps is None else None,
+        warmup=0.02, lr=7e-3, log_every=20, val_every=100, val_tokens=8192, checkpoint_every=10**9,
     )  # fmt: skip
 
 
