@@ -21,13 +21,14 @@ from openkda.layers.parameters import init_weights
 from openkda.layers.sequence import SequenceLayer
 from openkda.layers.state import MLAState
 from openkda.ops.mla.api import mla
+from openkda.ops.mla.max_logits import max_logits
 
 
 class GatedMLA(SequenceLayer):
     """Gated MLA on [B, T, hidden_size].
 
     impl: form of the attention (see `openkda.ops.mla.mla`); None takes the cheaper one. `forward` is that of
-    `SequenceLayer`.
+    `SequenceLayer`. watch_logits: in training, keep each head's largest score in `largest_logits` (`QKClip` sets it).
     """
 
     state_type = MLAState
@@ -36,6 +37,8 @@ class GatedMLA(SequenceLayer):
         super().__init__()
         self.layer_idx, self.impl = layer_idx, impl
         self.fp32_output = config.mla_fp32_output
+        self.watch_logits = False
+        self.largest_logits: Tensor | None = None  # [H]
         self.heads, self.kv_lora_rank = config.num_attention_heads, config.kv_lora_rank
         hidden, shared, eps = config.hidden_size, config.qk_rope_head_dim, config.mla_norm_eps
         queries = self.heads * (config.qk_nope_head_dim + shared)
@@ -65,6 +68,9 @@ class GatedMLA(SequenceLayer):
         c_p = self.kv_a_proj_with_mqa(x)
         c, p = c_p.split([self.kv_lora_rank, c_p.shape[-1] - self.kv_lora_rank], dim=-1)
         latent = torch.cat([self.kv_a_layernorm(c), p], dim=-1)
+        if self.watch_logits and self.training and state is None:
+            seen = max_logits(q, latent, self.kv_b_proj.weight, cu_seqlens=cu_seqlens)
+            self.largest_logits = seen if self.largest_logits is None else torch.maximum(self.largest_logits, seen)
         if state is None:
             keys, lengths = latent, None
             new = latent_cache.start(latent, cu_seqlens) if return_state else None

@@ -6,13 +6,14 @@ Muon's step is torch's own with the scale 0.2 * sqrt(max(rows, columns)), which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from openkda.training.per_head import head_rows
 
 # Matrices that are not maps between hidden spaces: a row per token id, and one number a head (beta).
 ADAMW_MATRICES = ("embed_tokens", "lm_head", "b_proj")  # whole module names: f_b_proj and kv_b_proj are Muon's
@@ -21,19 +22,23 @@ NEVER_DECAYED = ("A_log", "dt_bias", "bias")
 
 @dataclass
 class ParameterGroups:
-    """Names and parameters by treatment; each trained parameter is in exactly one."""
+    """Names and parameters by treatment; each trained parameter is in exactly one.
+
+    head_rows: of Muon's parameters that are cut into the matrices of their heads, the rows of each.
+    """
 
     muon: dict[str, nn.Parameter] = field(default_factory=dict)
     adamw: dict[str, nn.Parameter] = field(default_factory=dict)
     adamw_no_decay: dict[str, nn.Parameter] = field(default_factory=dict)
+    head_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def group_parameters(model: nn.Module) -> ParameterGroups:
+def group_parameters(model: nn.Module, *, per_head: bool = False) -> ParameterGroups:
     """Muon: matrices of at least 2 rows and columns, and stacks of them. AdamW: embeddings, head, beta, convolutions.
 
-    AdamW without decay: A_log, dt_bias, norms and other vectors.
+    AdamW without decay: A_log, dt_bias, norms and other vectors. per_head: Per-Head Muon (openkda/training/per_head.py).
     """
-    groups = ParameterGroups()
+    groups = ParameterGroups(head_rows=head_rows(model) if per_head else {})
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -48,49 +53,97 @@ def group_parameters(model: nn.Module) -> ParameterGroups:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, whose Newton-Schulz iteration stays in float32 where 16-bit matmuls have no hardware.
+    """torch's Muon with the matrices of one shape in one batch, and in float32 where 16-bit matmuls have no hardware.
 
-    torch rounds the matrix to bfloat16 first. On a CPU without bfloat16 instructions that takes 1539 ms a step for the
-    1.8 M parameters of eight layers of width 128, against 57 ms in float32; with them (AMX) it takes 62 ms.
-    So every CPU computes it in float32, and all CPUs take the same step.
+    torch goes matrix by matrix, about 25 launches each, which is host time on a GPU. And it iterates in bfloat16: on a CPU
+    without bfloat16 instructions that takes 1539 ms a step for the 1.8 M parameters of eight layers of width 128,
+    against 57 ms in float32; with them (AMX) it takes 62 ms. So every CPU computes it in float32, and all CPUs take the same
+    step.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        on_cpu = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
-        if not on_cpu:
-            return super().step(closure)
-        with _StayFloat32():
-            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters: list[Tensor] = []
+            grads: list[Tensor] = []
+            momenta: list[Tensor] = []
+            self._init_group(group, parameters, grads, momenta)
+            if not parameters:
+                continue
+            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            for members in _batches(parameters):
+                stack = orthogonalize(
+                    torch.stack([updates[i] for i in members]), group["ns_coefficients"], group["ns_steps"]
+                )
+                scale = 0.2 * max(stack.shape[-2:]) ** 0.5
+                torch._foreach_add_(
+                    [parameters[i] for i in members], list(stack.to(grads[0].dtype)), alpha=-group["lr"] * scale
+                )
+        return loss
 
 
-class _StayFloat32(TorchFunctionMode):
-    """Inside, `tensor.bfloat16()` gives a float32 copy. (A copy: torch divides the result in place.)"""
+MOST_AT_ONCE = 1 << 26
+"""Entries of a batch: what it and its products take beside the model stays below half a gigabyte."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.bfloat16:
-            return args[0].to(torch.float32, copy=True)
-        return func(*args, **(kwargs or {}))
+
+def _batches(parameters: list[Tensor]) -> list[list[int]]:
+    """Indices of matrices of one shape, device and dtype, at most MOST_AT_ONCE entries together."""
+    alike: dict[Any, list[int]] = {}
+    for i, p in enumerate(parameters):
+        alike.setdefault((p.shape, p.device, p.dtype), []).append(i)
+    found = []
+    for members in alike.values():
+        most = max(1, MOST_AT_ONCE // max(1, parameters[members[0]].numel()))
+        found += [members[i : i + most] for i in range(0, len(members), most)]
+    return found
+
+
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """[N, rows, columns] -> singular values near 1, by the quintic Newton-Schulz iteration; bfloat16 on a GPU."""
+    a, b, c = coefficients
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 class _Matrices:
-    """The matrices of Muon's parameters: a parameter [E, rows, columns] (stacked experts) is E matrices.
+    """The matrices of Muon's parameters: [E, rows, columns] (stacked experts) is E of them, and one with `head_rows` is
+    cut into those of its heads.
 
-    torch's Muon takes matrices only, so it is given views of a stack, whose gradients are set before each step.
+    torch's Muon is given views of such a parameter, whose gradients are set before each step.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._views = [(p, [p] if p.dim() == 2 else [nn.Parameter(m) for m in p.detach().unbind()]) for p in parameters]
+    def __init__(self, groups: ParameterGroups) -> None:
+        self._views = []
+        for name, p in groups.muon.items():
+            rows = groups.head_rows.get(name)
+            cut = [nn.Parameter(m) for m in _cut(p.detach(), rows)] if p.dim() > 2 or rows else [p]
+            self._views.append((p, rows, cut))
 
     def all(self) -> list[nn.Parameter]:
-        return [m for _, matrices in self._views for m in matrices]
+        return [m for _, _, matrices in self._views for m in matrices]
 
     def share_gradients(self) -> None:
-        for p, matrices in self._views:
-            if p.dim() > 2:
-                parts = [None] * len(matrices) if p.grad is None else p.grad.unbind()
+        for p, rows, matrices in self._views:
+            if matrices[0] is not p:
+                parts = [None] * len(matrices) if p.grad is None else _cut(p.grad, rows)
                 for m, grad in zip(matrices, parts, strict=True):
                     m.grad = grad
+
+
+def _cut(t: Tensor, rows: Sequence[int] | None) -> Sequence[Tensor]:
+    return t.unbind() if t.dim() > 2 else t.split(list(rows or (t.shape[0],)))
 
 
 class Optimizer:
@@ -100,7 +153,7 @@ class Optimizer:
         self, groups: ParameterGroups, *, lr: float, weight_decay: float, momentum: float, betas: tuple[float, float]
     ) -> None:
         self._parts: dict[str, torch.optim.Optimizer] = {}
-        self._groups, self._matrices = groups, _Matrices(groups.muon.values())
+        self._groups, self._matrices = groups, _Matrices(groups)
         if groups.muon:
             self._parts["muon"] = Muon(
                 self._matrices.all(),
@@ -109,13 +162,14 @@ class Optimizer:
                 momentum=momentum,
                 adjust_lr_fn="match_rms_adamw",
             )
-        rest = [
+        rest: list[dict[str, Any]] = [
             {"params": list(groups.adamw.values()), "weight_decay": weight_decay},
             {"params": list(groups.adamw_no_decay.values()), "weight_decay": 0.0},
         ]
         rest = [group for group in rest if group["params"]]
         if rest:
-            self._parts["adamw"] = torch.optim.AdamW(rest, lr=lr, betas=betas)
+            on_gpu = all(p.is_cuda for group in rest for p in group["params"])
+            self._parts["adamw"] = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=on_gpu or None)
 
     def set_rate(self, lr: float) -> None:
         for part in self._parts.values():

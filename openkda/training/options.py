@@ -54,7 +54,9 @@ class TrainOptions:
     lr_end: float = 0.0  # where the cosine ends, as a fraction of lr
     warmup: float = 0.01  # of the run
     weight_decay: float = 0.1
+    qk_clip: float | None = None  # largest attention score of a Gated MLA head; beyond it its weights are scaled back
     momentum: float = 0.95  # Muon
+    per_head_muon: bool = False  # a matrix a head of the query, key and value projections (Kimi K3 report, section 2.5)
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95
     grad_clip: float = 1.0  # largest norm of the whole gradient
@@ -220,6 +222,8 @@ def _check(o: TrainOptions) -> None:
             _bad(name, "a positive number", getattr(o, name))
     if not 0.0 <= o.weight_decay < float("inf"):
         _bad("weight_decay", "0 or more", o.weight_decay)
+    if o.qk_clip is not None and not 0.0 < o.qk_clip < float("inf"):
+        _bad("qk_clip", "a positive number or none", o.qk_clip)
     if o.max_seconds is not None and not o.max_seconds > 0:
         _bad("max_seconds", "a positive number or none", o.max_seconds)
     if not 0 <= o.seed < 1 << 63:

@@ -15,6 +15,7 @@ class StepReport:
 
     tokens: trained on since the run began; tokens_per_second: over the last 20 steps; seconds of training.
     expert_load: largest load of an expert over the mean load, in the worst layer (1 is perfect); None without experts.
+    max_logit: largest attention score of a Gated MLA head in this step; None without QK-clip.
     """
 
     step: int
@@ -27,6 +28,7 @@ class StepReport:
     seconds: float
     seconds_left: float
     expert_load: float | None = None
+    max_logit: float | None = None
 
 
 class Progress:

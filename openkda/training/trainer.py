@@ -17,6 +17,7 @@ from openkda.training.evaluate import token_loss
 from openkda.training.optim import Optimizer, group_parameters
 from openkda.training.options import TrainOptions
 from openkda.training.progress import StepReport
+from openkda.training.qk_clip import QKClip
 from openkda.training.run_directory import TrainerState, save
 from openkda.training.schedule import rate
 from openkda.training.token_file import TokenFile
@@ -38,7 +39,7 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.batches = Batches(tokens, seq_len=options.seq_len, batch_size=options.batch_size, seed=options.seed)
         self.optimizer = Optimizer(
-            group_parameters(model),
+            group_parameters(model, per_head=options.per_head_muon),
             lr=options.lr,
             weight_decay=options.weight_decay,
             momentum=options.momentum,
@@ -47,6 +48,7 @@ class Trainer:
         config = model.config
         routed = any(config.is_moe(layer) for layer in range(config.num_hidden_layers))
         self.balancer = QuantileBalancer(model) if routed else None
+        self.clip = None if options.qk_clip is None else QKClip(model, options.qk_clip)
         self.step = self.tokens = 0
         self.last_checkpoint: Path | None = None
         self._earlier_seconds = 0.0
@@ -82,10 +84,11 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         loads = [] if self.balancer is None else self.balancer.step().values()
+        logits = [] if self.clip is None else self.clip.step().values()
         self.step += 1
         self.tokens += self._tokens_per_step
         self._durations.append(time.perf_counter() - began)
-        return self._report(loss, lr, norm, max(loads, default=None))
+        return self._report(loss, lr, norm, max(loads, default=None), max(logits, default=None))
 
     def state(self) -> TrainerState:
         rng = {"cpu": torch.get_rng_state()}
@@ -142,7 +145,9 @@ class Trainer:
             total += loss.detach()
         return float(total)
 
-    def _report(self, loss: float, lr: float, norm: float, expert_load: float | None) -> StepReport:
+    def _report(
+        self, loss: float, lr: float, norm: float, expert_load: float | None, max_logit: float | None
+    ) -> StepReport:
         per_step = sum(self._durations) / len(self._durations)
         left = (self.options.steps - self.step) * per_step
         if self.options.max_seconds is not None:
@@ -158,4 +163,5 @@ class Trainer:
             seconds=self.seconds,
             seconds_left=max(0.0, left),
             expert_load=expert_load,
+            max_logit=max_logit,
         )

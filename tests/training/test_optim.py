@@ -23,8 +23,9 @@ def newton_schulz(m: Tensor) -> Tensor:
     return x.T if m.shape[0] > m.shape[1] else x
 
 
-def make(groups_of: nn.Module, lr: float = 0.1, decay: float = 0.5) -> Optimizer:
-    return Optimizer(group_parameters(groups_of), lr=lr, weight_decay=decay, momentum=0.95, betas=(0.9, 0.95))
+def make(groups_of: nn.Module, lr: float = 0.1, decay: float = 0.5, per_head: bool = False) -> Optimizer:
+    groups = group_parameters(groups_of, per_head=per_head)
+    return Optimizer(groups, lr=lr, weight_decay=decay, momentum=0.95, betas=(0.9, 0.95))
 
 
 @pytest.mark.parametrize("full_rank", [True, False])
@@ -101,7 +102,61 @@ def test_a_stack_is_its_matrices() -> None:
     assert not torch.equal(stack[0], start)
 
 
-def test_state_goes_round() -> None:
+GROUPED = PRESETS["tiny"].replace(kda_num_v_heads=6, kda_v_head_dim=24, q_lora_rank=20, v_head_dim=24)
+
+
+def test_heads_of_every_projection() -> None:
+    """Queries, keys and values of both layers are cut, each row once; output projections and gates are not."""
+    model = HybridLM(GROUPED)
+    groups = group_parameters(model, per_head=True)
+    shapes = {name: p.shape for name, p in groups.muon.items()}
+    cut = {name.split("layers.")[1].removesuffix(".weight"): rows for name, rows in groups.head_rows.items()}
+    assert cut == {
+        **{f"{i}.self_attn.{name}": (32, 32) for i in range(3) for name in ("q_proj", "k_proj")},
+        **{f"{i}.self_attn.v_proj": (24,) * 6 for i in range(3)},
+        "3.self_attn.q_b_proj": (48, 48),
+        "3.self_attn.kv_b_proj": (32, 24, 32, 24),
+    }
+    assert all(sum(rows) == shapes[name][0] for name, rows in groups.head_rows.items())
+    assert not group_parameters(model).head_rows
+
+
+def test_per_head_muon_is_muon_on_each_head_alone() -> None:
+    """And plain Muon on everything else, bit by bit, over several steps; it is not what whole matrices would get."""
+    models = [HybridLM(GROUPED) for _ in range(3)]
+    for m in models:
+        m.init_weights(0)
+    ours, whole, apart = models
+    rows = group_parameters(ours, per_head=True).head_rows
+    start = dict(apart.named_parameters())
+    heads = {n: nn.ParameterList(block.clone() for block in start[n].detach().split(rows[n])) for n in rows}
+    settings = {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    alone = {n: [Muon([block], **settings) for block in blocks] for n, blocks in heads.items()}
+    a, b = make(ours, per_head=True), make(whole)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+            if name in rows:
+                for block, optimizer, grad in zip(
+                    heads[name], alone[name], p.grad.split(list(rows[name])), strict=True
+                ):
+                    block.grad = grad.clone()
+                    optimizer.step()
+        for optimizer in (a, b):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
+        if name in rows:
+            assert torch.equal(p, torch.cat(list(heads[name]))), name
+            assert not torch.allclose(p, q), name
+        else:
+            assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_state_goes_round(per_head: bool) -> None:
     """Step, save, load into a fresh optimizer, step: the bits of two steps in a row."""
 
     def model() -> HybridLM:
@@ -115,13 +170,13 @@ def test_state_goes_round() -> None:
             p.grad = torch.randn(p.shape, generator=generator)
 
     straight, broken = model(), model()
-    a, b = make(straight), make(broken)
+    a, b = make(straight, per_head=per_head), make(broken, per_head=per_head)
     for m, optimizer in ((straight, a), (broken, b)):
         grads(m, 1)
         optimizer.step()
     again = model()
     again.load_state_dict(broken.state_dict())
-    c = make(again)
+    c = make(again, per_head=per_head)
     c.load_state_dict(b.state_dict())
     for m, optimizer in ((straight, a), (again, c)):
         grads(m, 2)

@@ -234,6 +234,20 @@ def test_experts_are_trained_and_balanced(options: Make) -> None:
     assert all(line["expert_load"] >= 1.0 for line in read_metrics(straight.out / "metrics.jsonl") if "loss" in line)
 
 
+def test_per_head_muon_and_qk_clip(options: Make) -> None:
+    """Exact resume with both on; each changes what is learnt."""
+    both = {"per_head_muon": True, "qk_clip": 0.01}
+    straight, broken = (train(options(n, **both), progress=p) for n, p in (("s", None), ("b", At(3, ctrl_c))))
+    assert_same_checkpoint(straight.checkpoint, resume(broken.out).checkpoint)
+    others = [train(options(f"other{i}", **change)) for i, change in enumerate(({}, {"per_head_muon": True}))]
+    assert len({r.val_loss for r in (straight, *others)}) == 3
+    logits = [line["max_logit"] for line in read_metrics(straight.out / "metrics.jsonl") if "loss" in line]
+    assert len(logits) == 6 and max(logits[1:]) > 0
+    assert not any("max_logit" in line for line in read_metrics(others[0].out / "metrics.jsonl"))
+    with pytest.raises(ValueError, match="qk_clip: expected a positive number or none, received 0"):
+        options(qk_clip=0.0)
+
+
 def test_validation_text_of_its_own(options: Make, text: Path) -> None:
     result = train(options(data=(str(text / "part0"),), val_data=(str(text / "part1"),), val_tokens=10**6))
     header = json.loads((result.out / "data" / "val.json").read_text())
