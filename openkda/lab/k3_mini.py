@@ -1,6 +1,7 @@
 """Kimi K3 in miniature beside the plain hybrid: same demo text, same active parameters, same tokens, several seeds.
 
-    python -m openkda.lab.k3_mini --out runs/k3-mini --steps 300 --seeds 0 1 2
+    python -m openkda.lab.k3_mini --out runs/k3-mini --seeds 0 1 2      # as many steps as the demo takes; --jobs 6 at once
+    python -m openkda.lab.k3_mini --overhead                            # what Attention Residuals and balancing cost a step
 
 The K3 side has one block of Attention Residuals, Stable LatentMoE with Quantile Balancing and SiTU-GLU; both have the bounded
 gate and full-rank output gates. A token is multiplied with as many matrix weights on either side: a dense layer of
@@ -10,16 +11,28 @@ gate and full-rank output gates. A token is multiplied with as many matrix weigh
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Sequence
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from openkda.lab.demo import demo_options
+from openkda.layers.balance import QuantileBalancer
+from openkda.models.hybrid import HybridLM
 from openkda.models.inspect import describe
 from openkda.models.presets import PRESETS
+from openkda.training.batches import Batch
+from openkda.training.evaluate import token_loss
 from openkda.training.metrics import read_metrics
+from openkda.training.optim import Optimizer, group_parameters
 from openkda.training.options import TrainOptions
 from openkda.training.train import train
 
@@ -29,6 +42,7 @@ K3: dict[str, Any] = {
     "first_k_dense_replace": 1, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
 }  # fmt: skip
 SIDES: dict[str, dict[str, Any]] = {"plain": {}, "k3": K3}
+STEPS = 240  # of 2,048 bytes: what the demo trains on in its minutes
 
 
 @dataclass(frozen=True)
@@ -42,16 +56,23 @@ class Curve:
     seconds: float
 
 
-def compare(out: str | Path, *, steps: int = 300, seeds: Sequence[int] = (0, 1, 2)) -> list[Curve]:
+def compare(out: str | Path, *, steps: int = STEPS, seeds: Sequence[int] = (0, 1, 2), jobs: int = 1) -> list[Curve]:
     """Train every side with every seed; writes curves.json and curves.png to `out`, each run to `out`/SIDE-SEED.
 
-    A run that is already there is read, not repeated. Needs the extra `lab` for the picture.
+    jobs: runs at a time, each in a process of its own with an equal share of the cores. A run that is already there is
+    read, not repeated. Needs the extra `lab` for the picture.
     """
     out = Path(out)
     sizes = {side: describe(PRESETS["demo"].replace(**fields)).active_parameters for side, fields in SIDES.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"sides: expected equal active parameters, received {sizes}")
-    curves = [_run(out / f"{side}-{seed}", side, seed, steps) for seed in seeds for side in SIDES]
+    runs = [(out / f"{side}-{seed}", side, seed, steps) for seed in seeds for side in SIDES]
+    if jobs == 1:
+        curves = list(itertools.starmap(_run, runs))
+    else:
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+            curves = list(pool.map(_run, *zip(*runs, strict=True)))
     (out / "curves.json").write_text(json.dumps([vars(c) for c in curves], indent=1) + "\n")
     _draw(curves, out / "curves.png")
     return curves
@@ -68,6 +89,46 @@ def summary(curves: Sequence[Curve]) -> str:
     means = {side: sum(final[side, s] for s in seeds) / len(seeds) for side in SIDES}
     lines.append(f"mean  {means['plain']:.4f}  {means['k3']:.4f}  {means['k3'] / means['plain']:.4f}")
     return "\n".join(lines)
+
+
+def overhead(rounds: int = 20) -> dict[str, float]:
+    """Milliseconds of a whole training step of the K3 side, as it is and with one part left out. Best of alternating steps."""
+    steps = {
+        "as it is": _stepper(K3, balanced=True),
+        "without Attention Residuals": _stepper({**K3, "attn_res_block_size": None}, balanced=True),
+        "without balancing": _stepper(K3, balanced=False),
+    }
+    best = dict.fromkeys(steps, float("inf"))
+    for name, step in itertools.chain.from_iterable(itertools.repeat(list(steps.items()), rounds + 1)):
+        began = time.perf_counter()
+        step()
+        best[name] = min(best[name], 1e3 * (time.perf_counter() - began))
+    return best
+
+
+def _stepper(fields: dict[str, Any], *, balanced: bool) -> Callable[[], None]:
+    """One step of the demo's size on random bytes, as `openkda.training.trainer` takes it."""
+    options = demo_options(Path("unused"), seconds=0.0, steps=1, quick=False, seed=0)
+    model = HybridLM(PRESETS["demo"].replace(**fields))
+    model.init_weights(0)
+    optimizer = Optimizer(
+        group_parameters(model), lr=1e-4, weight_decay=options.weight_decay, momentum=options.momentum,
+        betas=(options.beta1, options.beta2),
+    )  # fmt: skip
+    balancer = QuantileBalancer(model) if balanced else None
+    count = options.batch_size * options.seq_len
+    ids = torch.randint(256, (1, count + 1), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids[:, :-1], ids[:, 1:], torch.arange(0, count + 1, options.seq_len))
+
+    def step() -> None:
+        token_loss(model, batch, dtype=torch.float32).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if balancer is not None:
+            balancer.step()
+
+    return step
 
 
 def _run(out: Path, side: str, seed: int, steps: int) -> Curve:
@@ -101,10 +162,17 @@ def _draw(curves: Sequence[Curve], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", default="runs/k3-mini")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--overhead", action="store_true", help="time training steps instead")
     args = parser.parse_args()
-    print(summary(compare(args.out, steps=args.steps, seeds=args.seeds)))
+    if args.overhead:
+        times = overhead()
+        for name, ms in times.items():
+            print(f"{name:28s} {ms:7.1f} ms a step  {100 * (times['as it is'] / ms - 1):+5.1f} % for what is left out")
+    else:
+        print(summary(compare(args.out, steps=args.steps, seeds=args.seeds, jobs=args.jobs)))
 
 
 if __name__ == "__main__":
