@@ -10,7 +10,7 @@ chunk's end, and S the entering state:
     S   <- P_last S + (F K)^T (b E)
                                                          gradients by hand                   backward.py
                                                          which token lies in which chunk     plan.py
-                                                         heads and sequences side by side    parts.py
+                                                         a block of sequences, cut in time   segments.py
 
 Source: Kimi Linear report (arXiv 2510.26692), section 3; Kimi K3 report, section 2.1.1 (the bounded gate's tile).
 """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens
-from openkda.ops.kda.chunkwise.parts import Saved, backward_part, forward_part, make_parts, run_parts
+from openkda.ops.kda.chunkwise.plan import make_plan
+from openkda.ops.kda.chunkwise.segments import Saved, block_backward, block_forward
 
 Spans = list[tuple[int, int]]
 
@@ -25,12 +25,12 @@ class Chunkwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, opts: Settings, spans: Spans, S: Tensor, *tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         t = Tokens(*tokens)  # type: ignore[arg-type]
-        parts = make_parts(spans, t, S.element_size())
+        blocks = make_plan(spans, t.g[0].numel() * S.element_size() if len(t.g) else 0, t.v.device.type)
         o, S = torch.zeros_like(t.v, memory_format=torch.contiguous_format), S.clone()
         keep = any(ctx.needs_input_grad)
-        saved = run_parts([partial(forward_part, p, t, opts, S, o, keep) for p in parts], t.v)
-        ctx.opts, ctx.parts, ctx.state_shape = opts, parts, S.shape
-        ctx.save_for_backward(*tokens, *(x for part in saved for pair in part for x in pair))
+        saved = [block_forward(block, t, opts, S, o, keep) for block in blocks]
+        ctx.opts, ctx.blocks, ctx.state_shape = opts, blocks, S.shape
+        ctx.save_for_backward(*tokens, *(x for block in saved for pair in block for x in pair))
         ctx.set_materialize_grads(False)
         return o, S
 
@@ -38,7 +38,7 @@ class Chunkwise(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
         t, rest = Tokens(*tensors[:7]), iter(tensors[7:])
-        saved: list[Saved] = [[(next(rest), next(rest)) for _ in p.block.segments()] for p in ctx.parts]
+        saved: list[Saved] = [[(next(rest), next(rest)) for _ in block.segments()] for block in ctx.blocks]
         with torch.no_grad(), no_autocast(t.v):
             do = t.v.new_zeros(t.v.shape) if do is None else do
             dS = t.g.new_zeros(ctx.state_shape, dtype=ctx.opts.dtype) if dS is None else dS.clone()
@@ -51,16 +51,10 @@ class Chunkwise(torch.autograd.Function):
 
 def _backward(ctx: Any, t: Tokens, saved: list[Saved], do: Tensor, dS: Tensor) -> list[Tensor | None]:
     """[gradient of the entering states, gradients of `Tokens`...]; dS [N, HV, K, V] is taken over."""
-    rows = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in t[:5]]
-    tasks = [
-        partial(backward_part, p, t, ctx.opts, kept, do, dS, rows) for p, kept in zip(ctx.parts, saved, strict=True)
-    ]
-    gate = [None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in t[5:]]
-    for p, sums in zip(ctx.parts, run_parts(tasks, t.v), strict=True):  # added in a fixed order
-        for into, g in zip(gate, sums, strict=True):
-            if into is not None and g is not None:
-                into.view(t.g.shape[1], -1)[p.value_heads] += g.view(g.shape[0], -1)
-    return [dS, *rows, *gate]
+    grads = [None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in t]
+    for block, kept in zip(ctx.blocks, saved, strict=True):
+        block_backward(block, t, ctx.opts, kept, do, dS, grads)
+    return [dS, *grads]
 
 
 class _Once(torch.autograd.Function):

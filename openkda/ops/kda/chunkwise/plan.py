@@ -17,8 +17,16 @@ from torch import Tensor
 
 CHUNK = 64
 TILE = 16
-SEGMENT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Of one [tokens, HV, K] tensor of a segment: about the cache of a core; on a GPU large enough to fill it."""
+CORE_BYTES, GPU_BYTES, SMALL_BYTES = 1 << 19, 1 << 26, 1 << 18
+"""Of one [tokens, HV, K] tensor of a segment: about the cache of a core, times torch's threads; on a GPU enough to fill it."""
+
+
+def segment_bytes(total: int, device: str) -> int:
+    """total: bytes of the call's whole [tokens, HV, K] tensor. A segment takes 42 times its own bytes in forward and backward
+    together and the call 8.5 times its total (measured), so half of the total keeps both under 32 times."""
+    if device != "cpu":
+        return GPU_BYTES
+    return min(CORE_BYTES * torch.get_num_threads(), max(SMALL_BYTES, total // 2))
 
 
 @dataclass(frozen=True)
@@ -41,23 +49,19 @@ class Block:
             yield Segment(self, first, min(self.step, self.chunks - first))
 
 
-def make_plan(spans: list[tuple[int, int]], token_bytes: int, device: str = "cpu", shares: int = 1) -> list[Block]:
-    """spans: (first row, end row) of every sequence; empty ones appear in no block. token_bytes: HV * K values.
-
-    shares: sequences that are alike become at least so many blocks where there are as many.
-    """
+def make_plan(spans: list[tuple[int, int]], token_bytes: int, device: str = "cpu") -> list[Block]:
+    """spans: (first row, end row) of every sequence; empty ones appear in no block. token_bytes: HV * K values."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for n, (start, end) in enumerate(spans):
         length = end - start
         if length:
             chunk = min(CHUNK, max(TILE, 1 << (length - 1).bit_length()))  # a short sequence needs no 64 rows
             alike[chunk, -(-length // chunk)].append(n)
+    size = segment_bytes(sum(end - start for start, end in spans) * token_bytes, device)
     blocks = []
     for (chunk, chunks), members in alike.items():
-        room = max(
-            1, SEGMENT_BYTES.get(device, SEGMENT_BYTES["cuda"]) // (chunk * token_bytes)
-        )  # chunks that fit a segment
-        width = min(room, -(-len(members) // shares))
+        room = max(1, size // (chunk * token_bytes))  # chunks that fit a segment
+        width = min(room, len(members))
         for at in range(0, len(members), width):
             part = tuple(members[at : at + width])
             starts = tuple(spans[n][0] for n in part)
