@@ -1,0 +1,86 @@
+"""Every kernel once, on the smallest shapes that reach all of its branches, for compute-sanitizer (not collected by pytest).
+
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1       # every tensor an allocation of its own: one byte too far is seen
+python tests/ops/sanitize.py                  # fills Triton's cache, so that the tool watches kernels, not compilers
+compute-sanitizer --tool memcheck  --error-exitcode 1 python tests/ops/sanitize.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python tests/ops/sanitize.py
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from openkda import BoundedGate, kda
+from openkda.ops.kda.hopper import launch
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
+from openkda.ops.norm.api import gated_rms_norm, rms_norm
+from openkda.ops.short_conv.api import short_conv
+from openkda.testing.inputs import KDAInputs, make_inputs
+from openkda.testing.runs import gradients
+
+BF16 = torch.bfloat16
+draw = partial(torch.randn, device="cuda")
+
+
+def report(name: str, *tensors: torch.Tensor | None) -> None:
+    torch.cuda.synchronize()
+    assert all(bool(t.isfinite().all()) for t in tensors if t is not None), name
+    print(name, flush=True)
+
+
+def inputs(gate: str | None, **sizes: object) -> KDAInputs:
+    x = make_inputs(1, gate=gate, use_qk_l2norm=True, use_beta_sigmoid=True, **sizes)  # type: ignore[arg-type]
+    return x.to(dtype=BF16, device="cuda")
+
+
+def main() -> None:
+    packs = (0, 1, 17, 64, 70)
+    for gate in ("bounded", "softplus"):
+        for sizes in ({"T": 70, "H": 2, "K": 128}, {"lengths": packs, "H": 1, "HV": 2, "K": 24, "V": 40}):
+            found = gradients(inputs(gate, **sizes), impl="triton")
+            report(f"triton forward and backward, {gate} {sizes}", *found.values())
+    x = inputs("bounded", T=70, H=1, K=64)
+    with torch.no_grad():
+        report("triton_exact", kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="triton_exact").output)
+        for lengths in ((130,), packs):
+            x = inputs("bounded", lengths=lengths, H=2, HV=4, K=128)
+            for schedule in ("fused", "two_pass", ("segments", 2)):
+                if schedule[0] == "segments" and len(lengths) > 1:
+                    continue
+                cu = x.options["cu_seqlens"].int() if len(lengths) > 1 else None
+                report(
+                    f"hopper {schedule} {lengths}",
+                    *launch.forward(
+                        x.q, x.k, x.v, x.g, x.beta, x.gate.A_log, x.gate.dt_bias, scale=0.1, lower_bound=-5.0,
+                        initial_state=x.initial_state, final_state=True, cu_seqlens=cu, schedule=schedule,
+                    ),
+                )  # fmt: skip
+        H, K, W, rows = 2, 128, 4, 3
+        weights = BlockWeights(*(draw(H * K, W) for _ in "qkv"), draw(K), 1e-5)
+        state = BlockState(draw(rows, H, K, K), *(draw(rows, H * K, W - 1).to(BF16) for _ in "qkv"))
+        slots = torch.tensor([2, -1, 0], device="cuda")
+        for T, keep in ((1, "last"), (5, "last"), (3, "all")):
+            tokens = {n: draw(rows, T, H * K).to(BF16) for n in "qkv"}
+            tokens |= {n: draw(rows, T, H, K).to(BF16) for n in ("g", "out_gate")}
+            out = kda_block(
+                **tokens, beta=draw(rows, T, H).to(BF16), weights=weights, state=state, slots=slots,
+                gate=BoundedGate(-5.0), keep=keep,
+            )  # fmt: skip
+            report(f"decoding block, {T} tokens, keep {keep}", out.output)
+    for sizes, cu in (((2, 37, 48), None), ((1, 40, 130), torch.tensor([0, 0, 1, 3, 40], device="cuda"))):
+        y, w = draw(*sizes).to(BF16).requires_grad_(), draw(sizes[-1], 4, requires_grad=True)
+        z, _ = short_conv(y, w, cu_seqlens=cu)
+        report(f"short_conv {sizes}", z, *torch.autograd.grad(z.sum(), (y, w)))
+    y, w = draw(37, 3, 96).to(BF16).requires_grad_(), draw(96, requires_grad=True)
+    for name, f in (
+        ("rms_norm", partial(rms_norm, y, w, 1e-5)),
+        ("gated norm", partial(gated_rms_norm, y, y, w, 1e-5)),
+    ):
+        z = f()
+        report(name, z, *torch.autograd.grad(z.sum(), (y, w)))
+
+
+if __name__ == "__main__":
+    main()
