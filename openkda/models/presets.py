@@ -1,4 +1,4 @@
-"""Named configurations: two for a laptop, two as published.
+"""Named configurations: two for a laptop, one for a GPU, two as published.
 
 Sources: `config.json` of moonshotai/Kimi-Linear-48B-A3B-Instruct (revision e1df551a) and of moonshotai/Kimi-K3 (revision
 9f62e4e9). Layer lists are 1-based there and here.
@@ -17,6 +17,7 @@ def _every_fourth(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 TINY_KDA, TINY_FULL = _every_fourth(4)
 DEMO_KDA, DEMO_FULL = _every_fourth(8)
+SMALL_KDA, SMALL_FULL = _every_fourth(12)
 LINEAR_KDA, LINEAR_FULL = _every_fourth(27)
 K3_KDA, K3_FULL = _every_fourth(93)  # 92 and 93 are both MLA: 24 of 93 layers
 
@@ -58,6 +59,26 @@ PRESETS: dict[str, ModelConfig] = {
         qk_rope_head_dim=16,
         v_head_dim=32,
         mla_use_output_gate=True,
+    ),
+    # For one GPU and an evening: 79.0 M parameters in the layers, and 25.2 M in an embedding of 32,768 tokens.
+    "100m": ModelConfig(
+        vocab_size=32768,
+        hidden_size=768,
+        num_hidden_layers=12,
+        intermediate_size=1536,
+        kda_layers=SMALL_KDA,
+        full_attn_layers=SMALL_FULL,
+        kda_num_heads=6,
+        kda_head_dim=128,
+        gate_lower_bound=-5.0,
+        use_full_rank_gate=True,
+        num_attention_heads=6,
+        kv_lora_rank=256,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        mla_use_output_gate=True,
+        tie_word_embeddings=True,
     ),
     # 49.1 B parameters, 3.1 B active.
     "kimi-linear-48b": ModelConfig(

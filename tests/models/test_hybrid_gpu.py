@@ -1,0 +1,86 @@
+"""The whole model on a GPU, as training runs it: bfloat16 autocast, packs, recomputation, one graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from openkda.models.hybrid import HybridLM
+from openkda.models.presets import PRESETS
+from openkda.testing.compare import rel
+from openkda.training.batches import Batch
+from openkda.training.evaluate import token_loss
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16, F32 = torch.bfloat16, torch.float32
+CONFIG = PRESETS["tiny"]
+LENGTHS = (70, 1, 129, 56)
+
+
+def build(device: str = "cuda") -> HybridLM:
+    model = HybridLM(CONFIG)
+    model.init_weights(0)
+    return model.to(device).train()
+
+
+def batch(lengths: tuple[int, ...] = LENGTHS) -> Batch:
+    gen = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, CONFIG.vocab_size, (1, sum(lengths) + 1), generator=gen)
+    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Batch(ids[:, :-1], ids[:, 1:], cu)
+
+
+def gradients(model: HybridLM, b: Batch, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = token_loss(model, b.to(next(model.parameters()).device), dtype=dtype)
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_kernels_give_the_gradients_of_the_cpu() -> None:
+    """A pack: in float32 those of the plain torch path, in bfloat16 within its roundings."""
+    loss, want = gradients(build("cpu"), batch(), F32)
+    for dtype, limit in ((F32, 1e-3), (BF16, 5e-2)):
+        close, got = gradients(build(), batch(), dtype)
+        assert abs(close - loss) < 0.1 * limit * loss
+        whole = max(g.norm().item() for g in want.values())
+        for n, g in want.items():
+            assert (got[n].cpu() - g).norm().item() < limit * max(g.norm().item(), 1e-2 * whole), (n, dtype)
+
+
+def test_a_step_repeats_to_the_bit() -> None:
+    """Forward and backward of every layer, twice: no float atomics anywhere on the way."""
+    runs = [gradients(build(), batch(), BF16) for _ in range(2)]
+    assert runs[0][0] == runs[1][0]
+    different = [n for n, g in runs[0][1].items() if not torch.equal(g, runs[1][1][n])]
+    assert set(different) <= {"model.embed_tokens.weight"}, (
+        different
+    )  # torch's own scatter of the embedding adds atomically
+
+
+def test_recomputation_changes_no_bit() -> None:
+    plain, again = build(), build()
+    again.model.gradient_checkpointing = True
+    (_, want), (_, got) = (gradients(m, batch(), BF16) for m in (plain, again))
+    assert all(torch.equal(got[n], g) for n, g in want.items() if "embed_tokens" not in n)
+
+
+def test_one_graph_forward_and_backward() -> None:
+    """torch.compile(fullgraph=True) of the whole model under autocast, with inductor's own kernels around ours."""
+    model = build()
+    ids = batch((128,)).input_ids.cuda().view(2, 64)
+
+    def loss(ids: Tensor) -> Tensor:
+        with torch.autocast("cuda", BF16):
+            return model(ids).logits.float().square().mean()
+
+    leaves = [p for p in model.parameters()]
+    want = loss(ids)
+    wanted = torch.autograd.grad(want, leaves)
+    got = torch.compile(loss, fullgraph=True)(ids)
+    found = torch.autograd.grad(got, leaves)
+    assert rel(got, want) < 2e-2
+    whole = max(w.norm().item() for w in wanted)
+    for (n, _), g, w in zip(model.named_parameters(), found, wanted, strict=True):
+        assert (g - w).norm().item() < 5e-2 * max(w.norm().item(), 1e-2 * whole), n
