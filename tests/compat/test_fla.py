@@ -176,3 +176,47 @@ def test_positional_order_of_fla() -> None:
         "use_qk_l2norm_in_kernel",
     ]
     assert list(inspect.signature(fla.fused_recurrent_kda).parameters)[5:8] == ["A_log", "dt_bias", "scale"]
+
+
+def test_the_form_over_a_pool() -> None:
+    """Sequence n in its slot, read and written in place; the other slots are not touched."""
+    x = inputs(B=1, lengths=(3, 1, 66))
+    cu, slots = x.options["cu_seqlens"], torch.tensor([4, 0, 2], dtype=torch.int32)
+    pool = torch.randn(6, 4, 16, 24)
+    first = pool[slots.long()].clone()
+    want = fla.fused_recurrent_kda(*tokens(x), cu_seqlens=cu, initial_state=first, output_final_state=True)
+    before, out = pool.clone(), torch.empty_like(x.v)
+    o, states = fla.fused_recurrent_kda_fwd(
+        *tokens(x), initial_state=pool, cu_seqlens=cu, ssm_state_indices=slots, out=out
+    )  # fmt: skip
+    assert states is pool and o is out
+    check_close("o", o, want[0], 1e-6)
+    check_close("states", pool[slots.long()], want[1], 1e-6)
+    rest = [1, 3, 5]
+    assert torch.equal(pool[rest], before[rest])
+    again = fla.fused_recurrent_kda_fwd(*tokens(x), initial_state=first, inplace_final_state=False, cu_seqlens=cu)
+    check_close("o", again[0], want[0], 1e-6)
+    assert again[1] is None
+    fla.fused_recurrent_kda_fwd(
+        *tokens(x), initial_state=first, cu_seqlens=cu
+    )  # without indices, slot n is sequence n's
+    check_close("in place", first, want[1], 1e-6)
+    for options, message in (
+        ({"num_accepted_tokens": slots}, "speculative"),
+        ({"ssm_state_indices": slots.view(3, 1)}, "speculative"),
+        ({"ssm_state_indices": slots, "inplace_final_state": False}, "inplace_final_state"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            fla.fused_recurrent_kda_fwd(*tokens(x), initial_state=pool, cu_seqlens=cu, **options)
+    with pytest.raises(ValueError, match="the pool"):
+        fla.fused_recurrent_kda_fwd(*tokens(x))
+
+
+@pytest.mark.parametrize("op", [fla.naive_recurrent_kda, fla.naive_chunk_kda])
+def test_one_initial_state_for_all(op: Any) -> None:
+    x = inputs()
+    assert x.initial_state is not None
+    one = x.initial_state[0]
+    got = op(*tokens(x), initial_state=one, output_final_state=True)
+    want = op(*tokens(x), initial_state=torch.stack([one, one]), output_final_state=True)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
