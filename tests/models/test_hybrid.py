@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from openkda.layers.kda import KimiDeltaAttention
 from openkda.models.hybrid import HybridLM
@@ -279,3 +281,18 @@ def test_ids_on_another_device_are_refused() -> None:
     model.init_weights(0)
     with pytest.raises(ValueError, match=r"input_ids\.device: expected cpu .*, received meta"):
         model(torch.zeros(1, 3, dtype=torch.int64, device="meta"))
+
+
+def test_one_graph_forward_and_backward() -> None:
+    """torch.compile(fullgraph=True) of the whole model; only additions that the compiler may reorder differ."""
+    model = HybridLM(PRESETS["tiny"])
+    model.init_weights(0)
+    ids = torch.randint(0, 260, (2, 20), generator=torch.Generator().manual_seed(0))
+    parameters = list(model.parameters())
+
+    def gradients(f: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(f(ids).logits.square().mean(), parameters)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for got, want in zip(gradients(compiled), gradients(model), strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()

@@ -66,19 +66,20 @@ def test_recomputation_changes_no_bit() -> None:
     assert all(torch.equal(got[n], g) for n, g in want.items() if "embed_tokens" not in n)
 
 
-def test_one_graph_forward_and_backward() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_forward_and_backward(packed: bool) -> None:
     """torch.compile(fullgraph=True) of the whole model under autocast, with inductor's own kernels around ours."""
-    model = build()
-    ids = batch((128,)).input_ids.cuda().view(2, 64)
+    model, b = build(), batch().to(torch.device("cuda"))
+    ids, cu = (b.input_ids, b.cu_seqlens) if packed else (b.input_ids.view(2, -1), None)
 
-    def loss(ids: Tensor) -> Tensor:
+    def loss(ids: Tensor, cu: Tensor | None) -> Tensor:
         with torch.autocast("cuda", BF16):
-            return model(ids).logits.float().square().mean()
+            return model(ids, cu_seqlens=cu).logits.float().square().mean()
 
-    leaves = [p for p in model.parameters()]
-    want = loss(ids)
+    leaves = list(model.parameters())
+    want = loss(ids, cu)
     wanted = torch.autograd.grad(want, leaves)
-    got = torch.compile(loss, fullgraph=True)(ids)
+    got = torch.compile(loss, fullgraph=True)(ids, cu)
     found = torch.autograd.grad(got, leaves)
     assert rel(got, want) < 2e-2
     whole = max(w.norm().item() for w in wanted)

@@ -66,7 +66,9 @@ def varlen(call: MLACall) -> Tensor:
         cu_k, flat = F.pad(lengths.cumsum(0), (1, 0)), latent[valid]
     k, v = expanded.keys_values(call, flat)
     attend, options, q = _varlen_options(q.flatten(0, 1), call.scale)
-    longest_q, longest_k = torch.stack([cu_q.diff().max(), cu_k.diff().max()]).tolist()
+    longest_q, longest_k = q.shape[0], flat.shape[0]
+    if not torch.compiler.is_compiling():  # a graph cannot read the lengths: it takes what they cannot exceed
+        longest_q, longest_k = torch.stack([cu_q.diff().max(), cu_k.diff().max()]).tolist()
     wide = D - call.v_dim
     if wide < 0:
         q, k = F.pad(q, (0, -wide)), F.pad(k, (0, -wide))
