@@ -240,7 +240,6 @@ def test_from_config_and_published_state_dicts(directories: dict[str, Path]) -> 
 
 
 def test_trainer(directories: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     rows = [{"input_ids": r, "labels": r} for r in ids(8, 16)]
 
     def trained(steps: int, resume: bool = False) -> Any:
