@@ -97,6 +97,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely tokens.")] = None,
     top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens with this probability.")] = 1.0,
+    no_repeat_ngram: Annotated[
+        int | None, typer.Option(help="Never make so many tokens in a row a second time.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     stop: Annotated[list[str], typer.Option(help="End before any of these strings.")] = [],  # noqa: B006
     device: Device = "auto",
@@ -114,6 +117,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        no_repeat_ngram=no_repeat_ngram,
         seed=seed,
         stop_strings=tuple(stop),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from openkda.generation.decoder import Decoder
-from openkda.generation.sampling import SamplingOptions, generators, sample
+from openkda.generation.sampling import NGrams, SamplingOptions, generators, sample
 from openkda.generation.text import TextStream
 from openkda.models.hybrid import HybridLM
 from openkda.models.tokenizer import Tokenizer
@@ -105,14 +105,15 @@ def _loop(
     tokenizer: Tokenizer | None,
     seeds: list[int],
 ) -> Iterator[Increment]:
-    rows = [_Row(n, options, tokenizer) for n in range(len(prompts))]
+    rows = [_Row(n, prompt, options, tokenizer) for n, prompt in enumerate(prompts)]
     if options.max_new_tokens == 0:
         yield from (Increment(row.index, None, "", "length") for row in rows)
         return
     rng = generators(seeds)
     logits = decoder.prefill(prompts)
     while True:
-        tokens = sample(logits, options, [rng[row.index] for row in rows])
+        ngrams = [row.ngrams for row in rows if row.ngrams is not None]
+        tokens = sample(logits, options, [rng[row.index] for row in rows], ngrams)
         increments = [row.advance(token) for row, token in zip(rows, tokens.tolist(), strict=True)]
         alive = [n for n, step in enumerate(increments) if step.finish is None]
         yield from increments
@@ -127,14 +128,17 @@ def _loop(
 class _Row:
     """One running sequence: how far it is, and whether it ends here."""
 
-    def __init__(self, index: int, options: SamplingOptions, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, index: int, prompt: list[int], options: SamplingOptions, tokenizer: Tokenizer | None) -> None:
         self.index, self._options, self._count = index, options, 0
+        self.ngrams = None if options.no_repeat_ngram is None else NGrams(options.no_repeat_ngram, prompt)
         self._stream = None if tokenizer is None else TextStream(tokenizer, options.stop_strings)
 
     def advance(self, token: int) -> Increment:
         if token in self._options.stop_tokens:
             return self._end(None, "", "stop_token")
         self._count += 1
+        if self.ngrams is not None:
+            self.ngrams.append(token)
         text, stopped = ("", False) if self._stream is None else self._stream.push(token)
         if stopped:
             return Increment(self.index, token, text, "stop_string")

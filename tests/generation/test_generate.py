@@ -109,6 +109,31 @@ def test_empty_prompt_begins_a_document(model: HybridLM) -> None:
         generate(model, [[]], options)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_no_ngram_comes_twice(model: HybridLM, prompts: list[list[int]], n: int) -> None:
+    """With the rule no n-gram of a row's prompt and text comes a second time, whatever its neighbours do."""
+    length = 40
+    free = tokens_of(model, prompts, max_new_tokens=length)
+    bound = tokens_of(model, prompts, max_new_tokens=length, no_repeat_ngram=n)
+    looped = 0
+    for prompt, text, plain in zip(prompts, bound, free, strict=True):
+        held: set[tuple[int, ...]] = set()
+        whole = prompt + text
+        for end in range(n, len(whole) + 1):
+            gram = tuple(whole[end - n : end])
+            assert end <= len(prompt) or gram not in held
+            held.add(gram)
+        looped += text != plain  # the free text has something to forbid
+        assert text == tokens_of(model, [prompt], max_new_tokens=length, no_repeat_ngram=n)[0]
+    assert looped or n == 3
+
+
+def test_the_default_device_changes_nothing(model: HybridLM, prompts: list[list[int]]) -> None:
+    want = tokens_of(model, prompts, max_new_tokens=4, temperature=1.0, no_repeat_ngram=2)
+    with torch.device("meta"):
+        assert tokens_of(model, prompts, max_new_tokens=4, temperature=1.0, no_repeat_ngram=2) == want
+
+
 def test_bad_calls_raise_before_anything_runs(model: HybridLM) -> None:
     with pytest.raises(ValueError, match="at least one"):
         generate(model, [], SamplingOptions())

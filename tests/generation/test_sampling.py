@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openkda.generation.sampling import SamplingOptions, draw, generators, greedy, keep_top_k, keep_top_p, sample
+from openkda.generation.sampling import (
+    NGrams,
+    SamplingOptions,
+    draw,
+    generators,
+    greedy,
+    keep_top_k,
+    keep_top_p,
+    sample,
+    without,
+)
 
 LOGITS = torch.log(torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]]))
 
@@ -73,12 +83,38 @@ def test_non_finite_logits_name_the_row() -> None:
         sample(logits, SamplingOptions(), generators(range(3)))
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_ngrams_name_what_would_repeat(n: int) -> None:
+    """Against the definition: every token whose n-gram the text holds already, at every length of a random text."""
+    text = torch.randint(3, (60,), generator=torch.Generator().manual_seed(n)).tolist()
+    grown = NGrams(n, text[:7])
+    for end in range(7, len(text) + 1):
+        held = {tuple(text[i : i + n]) for i in range(end - n + 1)}
+        want = {t for t in range(3) if (*text[end - n + 1 : end], t) in held} if end >= n - 1 else set()
+        assert grown.repeating() == NGrams(n, text[:end]).repeating() == want
+        if end < len(text):
+            grown.append(text[end])
+
+
+def test_a_text_shorter_than_an_ngram_repeats_nothing() -> None:
+    assert NGrams(4, []).repeating() == NGrams(4, [1, 1]).repeating() == set()
+
+
+def test_a_repeating_token_is_never_taken_and_a_row_without_others_is_left_alone() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0]]).expand(3, -1)
+    assert without(logits, [set(), {1}, {0, 1, 2}]).tolist() == [[0, 9, 1], [0, -torch.inf, 1], [0, 9, 1]]
+    assert without(logits, [set()] * 3) is logits and logits[1, 1] == 9
+    texts = [NGrams(2, [0, 1, 0]), NGrams(2, [0, 2, 0]), NGrams(2, [0])]
+    assert sample(logits, SamplingOptions(), generators(range(3)), texts).tolist() == [2, 1, 1]
+
+
 @pytest.mark.parametrize(
     "bad",
     [
         {"max_new_tokens": -1}, {"max_new_tokens": 1.5}, {"temperature": -0.1}, {"temperature": float("nan")},
         {"temperature": float("inf")}, {"top_k": 0}, {"top_k": True}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": "x"},
-        {"stop_strings": "end"}, {"stop_strings": ("",)}, {"stop_tokens": (-1,)}, {"prefill_chunk": 0},
+        {"no_repeat_ngram": 0}, {"no_repeat_ngram": 2.0}, {"stop_strings": "end"}, {"stop_strings": ("",)},
+        {"stop_tokens": (-1,)}, {"prefill_chunk": 0},
     ],
     ids=str,
 )  # fmt: skip

@@ -53,7 +53,10 @@ def test_whole_demo(tmp_path: Path) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0]
     assert f"{result.loss:.3f}" in screen and f"{result.baseline:.3f}" in screen and f"{result.ratio:.3f}" in screen
     assert "full attention" in screen and "a token" in screen
-    assert demo.PROMPT.splitlines()[-1] in screen
+    assert len(result.samples) == len(demo.PROMPTS) == 3
+    for prompt, sample in zip(demo.PROMPTS, result.samples, strict=True):
+        assert prompt in screen
+        assert max(map(len, re.findall(" +", sample)), default=0) <= 24
     for command in ("generate --checkpoint", "inspect", "train --data", "eval --checkpoint"):
         assert re.search(rf"^  .*openkda {command}", screen, re.MULTILINE)
 
@@ -80,7 +83,7 @@ def test_losses_are_on_the_same_windows(tmp_path: Path) -> None:
 def test_fixed_steps_repeat_to_the_bit(tmp_path: Path) -> None:
     a, b = (quick(tmp_path / name, steps=3)[0] for name in "ab")
     other = quick(tmp_path / "c", steps=3, seed=1)[0]
-    assert (a.loss, a.sample) == (b.loss, b.sample) and other.loss != a.loss
+    assert (a.loss, a.samples) == (b.loss, b.samples) and other.loss != a.loss
     weights = [load_checkpoint(r.checkpoint).state_dict() for r in (a, b)]
     assert all(torch.equal(t, weights[1][name]) for name, t in weights[0].items())
 
