@@ -23,7 +23,7 @@ _BATCH: dict[str, Placement] = {
 }
 _HEADS: dict[str, Placement] = {
     **dict.fromkeys(("q", "k", "v", "g", "beta", "o", "do"), Shard(2)),
-    **dict.fromkeys(("state", "ds", "kept"), Shard(1)),
+    **dict.fromkeys(("state", "ds", "kept", "dkept"), Shard(1)),
     **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), Shard(0)),
     **dict.fromkeys(("cu", "positions"), Replicate()),
 }
@@ -49,7 +49,14 @@ def register_kda_rules() -> None:
     _register(ops.kda_chunkwise_backward.default, ("do", "ds", *chunk), _gradients)
     tokens = (*_INPUTS, "cu", "state")
     _register(ops.kda.default, (*tokens, "positions"), _triton_results, want_state=15)
-    _register(ops.kda_backward.default, (*tokens, "o", "do", "ds"), _gradients)
+    results = ("o", "kept", "do", "ds", "dkept")
+    _register(ops.kda_backward.default, (*tokens, "positions", *results), _gradients)
+    from openkda.ops.kda import hopper
+
+    if hopper.installed():
+        import openkda.ops.kda.hopper.register  # noqa: F401
+
+        _register(ops.kda_hopper.default, tokens, lambda x: ("o", "state" if x["final"] else ""), want_state=11)
 
 
 def _register(op: Any, names: Sequence[str], results: Any, want_state: int | None = None) -> None:

@@ -39,7 +39,8 @@ if INTERPRETED:
         "check",
         [
             checks.check_packs, checks.check_upstream, partial(checks.check_one_end, T=9),
-            partial(checks.check_extreme_gates, T=9), checks.check_refusals,
+            partial(checks.check_extreme_gates, T=9),
+            partial(checks.check_positions, T=18), checks.check_refusals,
         ],
         ids=lambda f: getattr(f, "func", f).__name__,
     )  # fmt: skip
@@ -78,7 +79,9 @@ if INTERPRETED:
         few = [*plain[:5], None, None, None, None]
         o = torch.zeros_like(x.do)
         for tensors, do, ds, kind in ((plain, x.do, None, 2), (few, None, x.dS, 0)):
-            torch.library.opcheck(torch.ops.openkda.kda_backward.default, (*tensors, o, do, ds, kind, -5.0, *tail))
+            torch.library.opcheck(
+                torch.ops.openkda.kda_backward.default, (*tensors, None, o, None, do, ds, None, kind, -5.0, *tail)
+            )
 
     @pytest.mark.parametrize("transform", ["vmap", "jvp"])
     def test_transforms_are_refused(transform: str) -> None:

@@ -54,6 +54,8 @@ def refusals(call: KDACall) -> list[str]:
 def run(call: KDACall) -> KDAOutput:
     from openkda.ops.kda.hopper import register
 
+    if call.needs_grad:
+        from openkda.ops.kda.hopper import autograd  # noqa: F401  (hangs the Triton backward on the op)
     gate = call.gate
     assert isinstance(gate, BoundedGate)  # for the type checker: refusals made sure of it
     A_log, dt_bias = register.as_tensor_pair(gate)
@@ -74,9 +76,14 @@ def _device_refusals(device: torch.device) -> list[str]:
     reasons = []
     if torch.cuda.get_device_capability(device) != (9, 0):
         reasons.append(f"compute capability 9.0, received {torch.cuda.get_device_capability(device)}")
-    if _INSTALLED_RELEASE != TRITON_RELEASE:
+    if not installed():
         reasons.append(f"Gluon of Triton {TRITON_RELEASE}, received {_INSTALLED_RELEASE or 'no Triton'}")
     return reasons
+
+
+def installed() -> bool:
+    """Whether the Triton that these kernels are written for is there."""
+    return _INSTALLED_RELEASE == TRITON_RELEASE
 
 
 def _triton_release() -> str:
@@ -97,8 +104,6 @@ def _option_refusals(call: KDACall) -> list[str]:
         reasons.append("use_qk_l2norm=True (float16 operands need unit keys)")
     if not call.use_beta_sigmoid:
         reasons.append("use_beta_sigmoid=True")
-    if call.needs_grad:
-        reasons.append("the backward is not implemented")
     return reasons
 
 

@@ -12,25 +12,36 @@ from torch import Tensor
 
 from openkda.ops.kda.triton.backward import backward
 from openkda.ops.kda.triton.launch import Args, unit_stride
+from openkda.ops.kda.triton.positions import backward_at_positions
 from openkda.ops.kda.triton.register import _LIBRARY, _OPTIONS, _TOKENS, kda_op
 
 _LIBRARY.define(
-    f"kda_backward({_TOKENS}, Tensor? state, Tensor o, Tensor? do, Tensor? ds, {_OPTIONS}, ScalarType state_dtype, bool exact)"
+    f"kda_backward({_TOKENS}, Tensor? state, Tensor? positions, Tensor o, Tensor? kept, Tensor? do, Tensor? ds, Tensor? dkept,"
+    f" {_OPTIONS}, ScalarType state_dtype, bool exact)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _kda_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, o, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+def _kda_backward(  # type: ignore[no-untyped-def]
+    q, k, v, g, beta, A_log, dt_bias, cu, state, positions, o, kept, do, ds, dkept, *options
+) -> tuple[Tensor, ...]:
     gate, bound, scale, l2norm, sigmoid, _, v_first, state_dtype, exact = options
     a = Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, state, None, None,
+        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, state, None, positions,
         gate, bound, scale, l2norm, sigmoid, True, v_first, state_dtype, exact, False,
     )  # fmt: skip
-    found = backward(a, o, None if do is None else unit_stride(do), ds, state is not None)
+    do = None if do is None else unit_stride(do)
+    found = (
+        backward(a, o, do, ds, state is not None)
+        if dkept is None
+        else backward_at_positions(a, o, do, ds, state is not None, kept, dkept)
+    )
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-def _fake_backward(q, k, v, g, beta, A_log, dt_bias, cu, state, o, do, ds, *options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+def _fake_backward(  # type: ignore[no-untyped-def]
+    q, k, v, g, beta, A_log, dt_bias, cu, state, positions, o, kept, do, ds, dkept, *options
+) -> tuple[Tensor, ...]:
     like = (q, k, v, g, beta, A_log, dt_bias)
     grads = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
     return (*grads, q.new_empty(0) if state is None else state.new_empty(state.shape, dtype=torch.float32))
@@ -42,26 +53,27 @@ kda_backward_op = torch.ops.openkda.kda_backward.default
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:9], output[0])  # q, k, v, g, beta, A_log, dt_bias, cu, state, o
+    o, _, kept = output
+    ctx.save_for_backward(*inputs[:10], o, None if inputs[9] is None else kept)  # q .. dt_bias, cu, state, positions
     ctx.options = inputs[10:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | None) -> tuple[Any, ...]:
-    ds, dkept = (
-        d if d is not None and d.numel() else None for d in (ds, dkept)
-    )  # empty: that result was not asked for
-    if dkept is not None:
-        raise NotImplementedError("gradients through states at chosen positions: use impl='chunkwise'")
-    tensors = ctx.saved_tensors
-    if do is None and ds is None:
-        return (None,) * (len(tensors) + len(ctx.options))
-    found = kda_backward_op(*tensors, do, ds, *ctx.options)
+    return (*differentiate(ctx, do, ds, dkept), None, *(None for _ in ctx.options))
+
+
+def differentiate(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of the nine tensors of `_TOKENS` and the initial state, for what `_save` kept."""
+    ds, dkept = (d if d is not None and d.numel() else None for d in (ds, dkept))  # empty: it was not asked for
+    if do is None and ds is None and dkept is None:
+        return (None,) * 9
+    found = kda_backward_op(*ctx.saved_tensors, do, ds, dkept, *ctx.options)
     grads = [g if need else None for g, need in zip(found, _differentiable(ctx.needs_input_grad), strict=True)]
-    state = tensors[8]
+    state = ctx.saved_tensors[8]
     if grads[7] is not None and state is not None:
         grads[7] = grads[7].to(state.dtype)
-    return (*grads[:7], None, grads[7], None, *(None for _ in ctx.options))
+    return (*grads[:7], None, grads[7])
 
 
 def _differentiable(needs: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from openkda.ops.kda.triton.gradients import gradients_kernel
+from openkda.ops.kda.triton.gradients import gradients_kernel, sums
 from openkda.ops.kda.triton.launch import CHUNK, EPS, Args, state_strides
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
@@ -26,19 +26,26 @@ from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
 C = 64
 SAVE = C // CHUNK
+MAX_EXACT = 128
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def backward(a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0: bool) -> Gradients:
-    """Gradients of q, k, v, g, beta, A_log, dt_bias and the initial state, from those of the output and the final state."""
+def backward(
+    a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0: bool, chain: Tensor | None = None
+) -> Gradients:
+    """Gradients of q, k, v, g, beta, A_log, dt_bias and the initial state, from those of the output and the final state.
+
+    chain: the sequences' members, where a call was cut into them (`positions.py`).
+    """
     B, T, H, HV, K, V = a.sizes
     N, BK = a.num_sequences, padded(K)
+    sequences = N if chain is None else chain.numel() - 1
     slots, saves = (B * ceil_div(T, c) if a.cu is None else T // c + N for c in (CHUNK, C))
-    # Unit keys keep every factor within float16's range; others need bfloat16's. Gradients in 16 bits are bfloat16.
-    op = torch.float32 if a.exact else torch.float16 if a.l2norm else torch.bfloat16
-    store = torch.float32 if a.exact else torch.bfloat16
-    prec = "tf32x3" if a.exact else "tf32"
+    exact = a.exact or _needs_exact(a)
+    op = torch.float32 if exact else torch.float16 if a.l2norm else torch.bfloat16
+    keep = torch.float32 if exact else torch.float16
+    prec = "tf32x3" if exact else "tf32"
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
@@ -54,53 +61,58 @@ def backward(a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0
          _TL[op], prec, prec, prec, True, a.l2norm), 1, o.device,
     )  # fmt: skip
 
-    s, u = new(HV, saves, V, BK, dtype=store), new(B, T, HV, V, dtype=store)
-    BV, warps, stages = _scan_settings(BK, padded(V), a.exact)
-    walks = ceil_div(V, BV) * HV * N
+    s, u = new(HV, saves, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
+    s_unit, u_unit = (decay, decay) if exact else (new(HV, saves, V), new(HV, slots, V))
+    BV, warps, stages = _scan_settings(BK, padded(V), exact)
+    walks = ceil_div(V, BV) * HV
     sizes = (HV, K, BK, V, BV, CHUNK, SAVE, packed)
+    kinds = (_TL[keep], _TL[op], prec, stages)
     launch(
-        replay_kernel, walks, (a.v, u, a.cu, a.state, s, kd, ke, tm, decay),
+        replay_kernel, walks * N, (a.v, u, a.cu, a.state, s, u_unit, s_unit, kd, ke, tm, decay),
         (*steps_of(a.v), *state_strides(a.state, a.v_first)), (T, N, slots, saves),
-        (*sizes, a.state is not None, _TL[op], prec, stages), warps, o.device,
+        (*sizes, a.state is not None, *kinds), warps, o.device,
     )  # fmt: skip
 
-    ds, dd = new(HV, saves, V, BK, dtype=store), new(B, T, HV, V, dtype=store)
-    ds0 = new(N, HV, K, V) if want_ds0 else None
+    ds, dd = new(HV, saves, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
+    dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
+    ds_unit, dd_unit = (decay, decay) if exact else (new(HV, saves, V), new(HV, slots, V))
+    ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     launch(
-        reverse_scan_kernel, walks, (do, dd, a.cu, ds1, ds0, ds, kd, qd, ke, tm, decay),
+        reverse_scan_kernel, walks * sequences,
+        (do, dv, dd, a.cu, chain, ds1, ds0, ds, dd_unit, ds_unit, kd, qd, ke, tm, decay),
         (*do_steps, *steps_of(dd), *state_strides(ds1, a.v_first)), (T, N, slots, saves, a.scale),
-        (*sizes, ds1 is not None, want_ds0, do is not None, _TL[op], prec, stages), warps, o.device,
+        (*sizes, chain is not None, ds1 is not None, want_ds0, do is not None, *kinds), warps, o.device,
     )  # fmt: skip
-    del factors, kd, qd, ke, tm, decay
+    del factors, kd, qd, ke, tm
 
-    d, wide, both = new(HV, saves, 2, C, C, dtype=store), new(HV, saves, 3, C, BK, dtype=store), new(HV, saves, BK)
+    d, d_unit = new(HV, saves, 2, C, C, dtype=keep), new(HV, saves)
     dbeta, rows = new(B, T, HV), new(2, B, T, HV)
+    BV, warps, stages = _products_settings(padded(V), exact)
     launch(
-        products_kernel, saves * HV, (a.v, a.beta, a.cu, o, do, u, dd, s, ds, d, wide, both, dbeta, rows),
-        (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, saves, a.scale),
-        (HV, BK, V, _products_block(BK, padded(V), a.exact, o.device), C, packed, a.l2norm, a.sigmoid, do is not None,
-         _TL[store], prec), 8, o.device,
+        products_kernel, saves * HV, (a.v, a.beta, a.cu, o, do, u, dd, u_unit, dd_unit, d, d_unit, dbeta, rows),
+        (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, saves, slots, a.scale),
+        (HV, V, BV, C, packed, a.l2norm, a.sigmoid, do is not None, _TL[keep], prec, not exact, stages), warps, o.device,
     )  # fmt: skip
-    del s, ds, u
 
     dq, dk = (new(B, T, HV, K, dtype=a.q.dtype if HV == H else torch.float32) for _ in "qk")
     dz = new(B, T, HV, K, dtype=a.g.dtype)
     d_bias, d_A = (new(saves, HV, K) if has else None for has in (has_dt, has_A))
-    BS = 16  # channels a program of one warp
-    scratch = new(HV, saves, 3, C, BK, dtype=store), new(HV, saves, C // 16, BK)
+    BS, BV, warps, stages = _gradients_settings(BK, padded(V), exact)
     launch(
         gradients_kernel, BK // BS * saves * HV,
-        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, *scratch, token, rows, dq, dk, dz, d_bias, d_A),
-        qkg, (B, T, N, saves, slots, a.bound),
-        (HV, HV // H, K, BK, BS, a.gate, has_A, has_dt, packed, a.l2norm, _TL[store], prec), 1, o.device,
+        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, d, d_unit,
+         _sums(keep, o.device), token, rows, dq, dk, dz, d_bias, d_A),
+        (*qkg, *do_steps), (B, T, N, saves, slots, a.bound, a.scale),
+        (HV, HV // H, K, BK, BS, V, BV, a.gate, has_A, has_dt, packed, a.l2norm, do is not None, _TL[keep], _TL[op],
+         tl.float32 if op == torch.float16 else _TL[op], prec, not exact, stages), warps, o.device,
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))
     if ds0 is not None and a.v_first:
         ds0 = ds0.transpose(-1, -2)
     return (
-        dq, dk, dd.to(a.v.dtype), dz, dbeta.to(a.beta.dtype), None if d_A is None else d_A.sum((0, 2)),
+        dq, dk, dv.to(a.v.dtype), dz, dbeta.to(a.beta.dtype), None if d_A is None else d_A.sum((0, 2)),
         None if d_bias is None else d_bias.sum(0).reshape(-1), ds0,
     )  # fmt: skip
 
@@ -112,12 +124,25 @@ def _scan_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int]:
     return (min(32, BV), 8, 2) if BK > 128 else (min(64, BV), 4, 3)
 
 
-def _products_block(BK: int, BV: int, exact: bool, device: torch.device) -> int:
-    """Value channels that `products_kernel` takes at a time. Blocks of 64 need 124 KB of shared memory, which only the data
-    centre's cards have; at BK = 256 the smallest block spills least (85 times against 213)."""
-    if exact or BK > 128:
-        return 16
-    return min(64 if BK < 128 or _shared_memory(device) >= 128 * 1024 else 32, BV)
+def _needs_exact(a: Args) -> bool:
+    """Keys of any length would leave float16's range; bfloat16 operands, whose range is float32's, miss the promised 6e-3
+    (dq 6.6e-3 at worst for random keys, 2.3e-2 for keys of one direction). Above 128 channels they are what is left."""
+    return not a.l2norm and a.q.shape[-1] <= MAX_EXACT
+
+
+def _products_settings(BV: int, exact: bool) -> tuple[int, int, int]:
+    """(value channels at a time, warps, pipeline stages) of `products_kernel`."""
+    return (min(32, BV), 4, 1) if exact else (min(64, BV), 4, 1)
+
+
+def _gradients_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int, int]:
+    """(channels a program, value channels at a time, warps, pipeline stages) of `gradients_kernel`."""
+    return (16, min(16, BV), 4, 1) if exact else (min(32, BK), min(64, BV), 4, 1)
+
+
+@cache
+def _sums(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return sums(dtype, device)
 
 
 @cache

@@ -1,10 +1,8 @@
-"""Backward, fourth kernel: the products over value channels that the gradients of one chunk need.
+"""Backward, fourth kernel: the gradients of the scores of one chunk, of beta, and what the l2norm's backward needs.
 
-From the entering state S, the gradient dS' of the leaving one, U and dD of the two scans, and do:
+From do, U and dD of the two scans, for a chunk of 64 tokens:
 
     dM = scale tril(do U^T)     dA = -stril(dD U^T)           gradients of the scores M and A of `prepare.py`
-    d(qd) = scale do S^T        d(kd) = -dD S^T               what the entering state says
-    d(ke) = U dS'^T             both = sum_v S dS'            what the leaving state says
     dbeta = dD . U / beta^2
 
 The last: with E = v - (what the state predicts), U = beta E, and with Y the gradient that reaches beta E, dD = beta Y; so
@@ -13,6 +11,9 @@ dbeta = E . Y.
 The backward of the l2norm needs q . dq and k . dk over all channels. Both are known here, before either gradient: o is
 linear in q, so q . dq = do . o; and k, which is compared with the state and written to it, has k . dk =
 dD . (2 U / beta - v). So `gradients.py` can give every slice of channels to a program of its own.
+
+float16 operands carry a power of two a token, the result one a chunk: keys of nearly one direction make sums over tokens
+cancel in `gradients.py`, where bfloat16 scores and operands showed up to 2.7e-2 of dv and dq.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import find_sequence, sigmoid
+from openkda.ops.kda.triton.gate_math import find_sequence, power_of_two, sigmoid
+from openkda.ops.kda.triton.gradients import load_scaled, row_scaled
 from openkda.ops.kda.triton.prepare import BETA_FLOOR
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "slots", "sbb", "sbt", "sbh"])
+@triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles", "sbb", "sbt", "sbh"])
 def products_kernel(
-    v_p, beta_p, cu_p, o_p, do_p, u_p, dd_p, s_p, ds_p,
-    d_p, wide_p, both_p, dbeta_p, rows_p,
+    v_p, beta_p, cu_p, o_p, do_p, u_p, dd_p, u_unit_p, dd_unit_p,
+    d_p, d_unit_p, dbeta_p, rows_p,
     svb, svt, svh, sbb, sbt, sbh, sob, sot, soh,
-    B, T, N, slots, scale,
-    HV: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    B, T, N, slots, tiles, scale,
+    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, HAS_DO: tl.constexpr,
-    OP: tl.constexpr, PREC: tl.constexpr,
+    OP: tl.constexpr, PREC: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and value head.
 
-    v and do are strided; o, u, dd [B, T, HV, V] and dbeta [B, T, HV] contiguous; s, ds [HV, slots, V, BK].
-    Writes d [HV, slots, 2, C, C] = dM, dA; wide [HV, slots, 3, C, BK]; both [HV, slots, BK]; rows [2, B, T, HV] = q . dq
-    and k . dk (with L2NORM).
+    v and do are strided; o, u, dd [B, T, HV, V] and dbeta [B, T, HV] contiguous; u_unit, dd_unit [HV, tiles, V].
+    Writes d [HV, slots, 2, C, C] = dM, dA and d_unit [HV, slots]; rows [2, B, T, HV] = q . dq and k . dk (with L2NORM).
     """
     pid = tl.program_id(0).to(tl.int64)
     h = pid % HV
@@ -48,65 +49,59 @@ def products_kernel(
         start = tl.load(cu_p + n).to(tl.int64)
         first = (slot - (start // C + n)) * C
         length = tl.load(cu_p + n + 1).to(tl.int64) - start
+        tile0 = start // 16 + n + first // 16
         batch = n * 0
     else:
         per = tl.cdiv(T, C)
         batch = slot // per
         first = (slot % per) * C
         length = T.to(tl.int64)
+        tile0 = batch * tl.cdiv(T, 16) + first // 16
         start = batch * 0
     if first >= length:
         return
     t = tl.arange(0, C)
-    c = tl.arange(0, BK)
-    real = t < length - first
-    rows = start + first + t
-    at = (batch * T + rows) * HV + h
+    real = t < (length - first).to(tl.int32)
+    row = start + first
+    base = (batch * T + row) * HV + h
+    at = base + t * HV
     block = h * slots + slot
+    tile = (h * tiles + tile0) * V
     if HAS_DO:
-        p_do = do_p + batch * sob + h * soh + rows[:, None] * sot
+        p_do = do_p + batch * sob + h * soh + row * sot
+    p_v = v_p + batch * svb + h * svh + row * svt
     dM = tl.zeros([C, C], tl.float32)
     dA = tl.zeros([C, C], tl.float32)
-    dqd = tl.zeros([C, BK], tl.float32)
-    dkd = tl.zeros([C, BK], tl.float32)
-    dke = tl.zeros([C, BK], tl.float32)
-    both = tl.zeros([BK], tl.float32)
     ddu = tl.zeros([C], tl.float32)
     ddv = tl.zeros([C], tl.float32)
     doo = tl.zeros([C], tl.float32)
-    p_v = v_p + batch * svb + h * svh + rows[:, None] * svt
-    for v0 in tl.range(0, V, BV):
+    for v0 in tl.range(0, V, BV, num_stages=STAGES):
         x = v0 + tl.arange(0, BV)
         m = real[:, None] & (x < V)[None, :]
-        u = tl.load(u_p + at[:, None] * V + x[None, :], m, other=0.0).to(OP)
-        dd = tl.load(dd_p + at[:, None] * V + x[None, :], m, other=0.0).to(OP)
-        p_s = block * (V * BK) + x[:, None] * BK + c[None, :]
-        S = tl.load(s_p + p_s, (x < V)[:, None], other=0.0)
-        dS = tl.load(ds_p + p_s, (x < V)[:, None], other=0.0)
+        u = load_scaled(u_p + base * V, u_unit_p + tile, x, m, HV, V, UNITS)
+        dd = load_scaled(dd_p + base * V, dd_unit_p + tile, x, m, HV, V, UNITS)
+        ua, u_down = row_scaled(u, OP)
+        da, d_down = row_scaled(dd, OP)
+        dA += tl.dot(da, tl.trans(ua), input_precision=PREC) * (d_down[:, None] * u_down[None, :])
         if HAS_DO:
-            do = tl.load(p_do + x[None, :], m, other=0.0).to(OP)
-            dM = tl.dot(do, tl.trans(u), dM, input_precision=PREC)
-            dqd = tl.dot(do, S, dqd, input_precision=PREC)
+            do = tl.load(p_do + (t[:, None] * sot + x[None, :]), m, other=0.0).to(tl.float32)
+            da, d_down = row_scaled(do, OP)
+            dM += tl.dot(da, tl.trans(ua), input_precision=PREC) * (d_down[:, None] * u_down[None, :])
             if L2NORM:
-                o = tl.load(o_p + at[:, None] * V + x[None, :], m, other=0.0).to(tl.float32)
-                doo += tl.sum(o * do.to(tl.float32), axis=1)
-        dA = tl.dot(dd, tl.trans(u), dA, input_precision=PREC)
-        dkd = tl.dot(dd, S, dkd, input_precision=PREC)
-        dke = tl.dot(u, dS, dke, input_precision=PREC)
-        both += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
+                o = tl.load(o_p + base * V + ((t * (HV * V))[:, None] + x[None, :]), m, other=0.0).to(tl.float32)
+                doo += tl.sum(o * do, axis=1)
         if L2NORM:
-            v = tl.load(p_v + x[None, :], m, other=0.0).to(tl.float32)
-            ddv += tl.sum(v * dd.to(tl.float32), axis=1)
-        ddu += tl.sum(u.to(tl.float32) * dd.to(tl.float32), axis=1)
+            v = tl.load(p_v + (t[:, None] * svt + x[None, :]), m, other=0.0).to(tl.float32)
+            ddv += tl.sum(v * dd, axis=1)
+        ddu += tl.sum(u * dd, axis=1)
+    dM = tl.where(t[:, None] >= t[None, :], dM * scale, 0.0)
+    dA = tl.where(t[:, None] > t[None, :], -dA, 0.0)
+    up, down = power_of_two(tl.max(tl.max(tl.maximum(tl.abs(dM), tl.abs(dA)), axis=1), axis=0), 14)
     p_d = d_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
-    tl.store(p_d, tl.where(t[:, None] >= t[None, :], dM * scale, 0.0).to(d_p.dtype.element_ty))
-    tl.store(p_d + C * C, tl.where(t[:, None] > t[None, :], -dA, 0.0).to(d_p.dtype.element_ty))
-    p_wide = wide_p + block * (3 * C * BK) + t[:, None] * BK + c[None, :]
-    tl.store(p_wide, (dqd * scale).to(wide_p.dtype.element_ty))
-    tl.store(p_wide + C * BK, (-dkd).to(wide_p.dtype.element_ty))
-    tl.store(p_wide + 2 * C * BK, dke.to(wide_p.dtype.element_ty))
-    tl.store(both_p + block * BK + c, both)
-    beta = tl.load(beta_p + batch * sbb + h * sbh + rows * sbt, real, other=0.0).to(tl.float32)
+    tl.store(p_d, (dM * up).to(d_p.dtype.element_ty))
+    tl.store(p_d + C * C, (dA * up).to(d_p.dtype.element_ty))
+    tl.store(d_unit_p + block, down)
+    beta = tl.load(beta_p + batch * sbb + h * sbh + row * sbt + t * sbt, real, other=0.0).to(tl.float32)
     slope = tl.full([C], 1.0, tl.float32)
     if SIGMOID:
         beta = sigmoid(beta)

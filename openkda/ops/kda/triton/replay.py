@@ -2,8 +2,8 @@
 
     D = v^T - S^T kd^T        U = D T^T        S^T <- S^T Diag(decay) + U ke
 
-as in `scan.py`, without outputs; it leaves U, and S at the start of every SAVE-th chunk. Recomputing costs one scan without its
-query half; keeping both from the forward would cost three tensors of the size of q per layer until the backward runs.
+as in `scan.py`, without outputs; it leaves U, and S at the start of every SAVE-th chunk. In 16 bits both are float16 with a
+power of two a value channel (and chunk): the operands of the walk itself, so keeping them costs no rounding of its own.
 """
 
 from __future__ import annotations
@@ -15,25 +15,38 @@ from openkda.ops.kda.triton.gate_math import power_of_two, round_mantissa
 
 
 @triton.jit
-def scaled_dot(x, w, OP: tl.constexpr, PREC: tl.constexpr):
-    """x w for float32 x [BV, n] and an operand w: a float16 x carries a power of two per row."""
+def scaled(x, KEEP: tl.constexpr):
+    """(what to keep of float32 x [BV, n], what multiplies each row of it back): float16 carries a power of two a row."""
+    if tl.float16 == KEEP:
+        up, down = power_of_two(tl.max(tl.abs(x), axis=1), 14)
+        return (x * up[:, None]).to(KEEP), down
+    else:
+        return x, tl.full([x.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def scaled_dot(x, kept, down, w, OP: tl.constexpr, PREC: tl.constexpr):
+    """x w for an operand w, where (kept, down) = scaled(x)."""
     if tl.float16 == OP:
-        up, down = power_of_two(tl.max(tl.abs(x), axis=1), 8)
-        return tl.dot((x * up[:, None]).to(OP), w) * down[:, None]
+        return tl.dot(kept, w) * down[:, None]
     else:
         return tl.dot(x.to(OP), w, input_precision=PREC)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "saves"])
 def replay_kernel(
-    v_p, u_p, cu_p, s0_p, s_p,
+    v_p, u_p, cu_p, s0_p, s_p, u_unit_p, s_unit_p,
     kd_p, ke_p, tm_p, decay_p,
     svb, svt, svh, s0n, s0h, s0k, s0v,
     T, N, slots, saves,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_S0: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_S0: tl.constexpr, KEEP: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, value head, block of BV value channels). s [HV, saves, V, BK], u [B, T, HV, V]."""
+    """One program a (sequence, value head, block of BV value channels).
+
+    s [HV, saves, V, BK] and u [B, T, HV, V], with units [HV, saves, V] and [HV, slots, V] in 16 bits.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     x = (pid % NV) * BV + tl.arange(0, BV)
@@ -63,6 +76,8 @@ def replay_kernel(
     p_square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
     p_s = s_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
+    p_s_unit = s_unit_p + (h * saves + save) * V + x
+    p_u_unit = u_unit_p + block * V + x
     p_v = v_p + batch * svb + h * svh + (start + t)[:, None] * svt + x[None, :]
     p_u = u_p + ((batch * T + start + t)[:, None] * HV + h) * V + x[None, :]
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
@@ -72,14 +87,21 @@ def replay_kernel(
         ke = tl.load(ke_p + p_wide)
         decay = tl.load(p_decay)
         vt = tl.trans(tl.load(p_v, m_v, other=0.0)).to(tl.float32)
+        kept, down = scaled(S, KEEP)
         if i % SAVE == 0:
-            tl.store(p_s + (i // SAVE) * (V * BK), S.to(s_p.dtype.element_ty), (x < V)[:, None])
-        D = vt - scaled_dot(S, tl.trans(kd), OP, PREC)
+            tl.store(p_s + (i // SAVE) * (V * BK), kept, (x < V)[:, None])
+            if tl.float16 == KEEP:
+                tl.store(p_s_unit + (i // SAVE) * V, down, x < V)
+        D = vt - scaled_dot(S, kept, down, tl.trans(kd), OP, PREC)
         U = tl.dot(round_mantissa(D, PREC), tl.trans(T1), input_precision=PREC)
-        tl.store(p_u, tl.trans(U).to(u_p.dtype.element_ty), m_v)
-        S = S * decay[None, :] + scaled_dot(U, ke, OP, PREC)
+        kept, down = scaled(U, KEEP)
+        tl.store(p_u, tl.trans(kept), m_v)
+        if tl.float16 == KEEP:
+            tl.store(p_u_unit, down, x < V)
+        S = S * decay[None, :] + scaled_dot(U, kept, down, ke, OP, PREC)
         p_wide += C * BK
         p_square += 2 * C * C
         p_decay += BK
+        p_u_unit += V
         p_v += C * svt
         p_u += C * (HV * V)
