@@ -103,8 +103,9 @@ def _run_in_pieces(call: KDACall, spans: Spans, S: Tensor) -> tuple[Tensor, Tens
         part, S = _apply(call, pieces, torch.stack([states[n] for n in going]))
         o = part if o is None else o + part  # rows outside a call's spans are zero
         for n, state in zip(going, S.unbind(0), strict=True):
+            if begin[n] < cuts[n][r]:  # an empty member has no last token, and must not name its neighbour's
+                kept[cuts[n][r] - 1] = state
             states[n], begin[n] = state, cuts[n][r]
-            kept[cuts[n][r] - 1] = state
     chosen = [kept[p] for p in wanted]
     if o is None:  # a batch of none
         o, S = _apply(call, spans, S)
