@@ -132,7 +132,7 @@ def test_one_token_prompt_in_a_dirty_pool_starts_from_zero() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_at_chosen_tokens(impl: str, packed: bool) -> None:
     """Each equals the final state of a run that ends there; outputs stay the same; gradients flow through them."""
-    shape: dict[str, Any] = {"lengths": (70, 0, 1, 130)} if packed else {"B": 2, "T": 130}
+    shape: dict[str, Any] = {"lengths": (70, 0, 1, 0, 130)} if packed else {"B": 2, "T": 130}
     x = make_inputs(7, H=1, HV=2, K=8, V=16, gate="softplus", **shape).to(dtype=torch.float64)
     rows = [69, 70, 71 + 63, 0, 200, 71 + 64, 0] if packed else [0, 63, 64, 129, 130, 130 + 77, 130 + 129, 64]
     positions = torch.tensor(rows)
