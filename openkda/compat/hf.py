@@ -3,9 +3,10 @@
 transformers (5.17 and later) computes Kimi Delta Attention in two module-level functions of each model's modelling file, and
 without a GPU package those are plain torch that builds a [B, H, N, 64, 64, K] tensor. `patch()` puts `openkda.kda` and
 `openkda.kda_step` in their place: the same numbers, many times faster on a CPU, linear memory, and on a GPU whatever
-kernel fits. Packed sequences (`cu_seqlens`), which those functions ignore (5.17) or refuse (5.24), are kept apart, in
-the convolution before them too; give `position_ids` as well and use_cache=False, so that the attention layers see the
-packing. Under torch.compile and torch.export the original functions run, unchanged.
+kernel fits; torch.compile sees one operator a layer. Packed sequences (`cu_seqlens`), which those functions ignore (5.17)
+or refuse (5.24), are kept apart, in the convolution before them too. The attention layers know of packing by
+`position_ids` alone, and only without a cache and a mask; a pack that they would run together is refused
+(`hf_packs.py`). Under torch.export the original functions run, unchanged.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.compat.hf_packs import MODEL_CLASSES, with_pack_check
 from openkda.compat.hf_register import register
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.short_conv.api import WIDTHS, short_conv
@@ -44,12 +46,14 @@ def patch() -> tuple[str, ...]:
         raise ImportError(
             f"transformers: expected one of the models {', '.join(MODELS)} (5.17 or later), found {version}"
         )
-    for module in found.values():
-        for name, make in _REPLACEMENTS.items():
+    for model, module in found.items():
+        for name, make in {**_REPLACEMENTS, f"{MODEL_CLASSES[model]}.forward": with_pack_check(model)}.items():
             key = (module.__name__, name)
-            if key not in _originals and hasattr(module, name):
-                _originals[key] = getattr(module, name)
-                setattr(module, name, make(_originals[key]))
+            where, _, attribute = name.rpartition(".")
+            owner = getattr(module, where, None) if where else module
+            if key not in _originals and hasattr(owner, attribute):
+                _originals[key] = getattr(owner, attribute)
+                setattr(owner, attribute, make(_originals[key]))
     return tuple(found)
 
 
@@ -57,7 +61,9 @@ def unpatch() -> None:
     """Put every original function back. Harmless without a patch."""
     while _originals:
         (module, name), original = _originals.popitem()
-        setattr(importlib.import_module(module), name, original)
+        where, _, attribute = name.rpartition(".")
+        found = importlib.import_module(module)
+        setattr(getattr(found, where) if where else found, attribute, original)
 
 
 @contextmanager
@@ -90,7 +96,7 @@ def _replaces(make: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
     def factory(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():  # what is exported should not need this library
                 return original(*args, **kwargs)
             return make(original, *args, **kwargs)
 

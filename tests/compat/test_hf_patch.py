@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
-from openkda.compat import hf
+from openkda.compat import hf, hf_packs
 from openkda.testing.compare import rel
 
 transformers = pytest.importorskip("transformers")
@@ -79,6 +82,80 @@ def test_packed_documents_are_kept_apart(model: Any) -> None:
     assert rel(packed[60:], alone[1]) < 1e-5
 
 
+CU = torch.tensor([0, 60, 110])
+POSITIONS = torch.cat([torch.arange(60), torch.arange(50)])[None]
+PACK = {"cu_seqlens": CU, "position_ids": POSITIONS, "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_cache": True}, "pass use_cache=False"),
+        ({"use_cache": None}, "pass use_cache=False"),  # what transformers does by default
+        ({"past_key_values": "a cache"}, "pass use_cache=False"),
+        ({"position_ids": None}, r"received none; pass position_ids=torch\.cat"),
+        ({"position_ids": torch.arange(110)[None]}, r"at \[60\], received \[\]; pass position_ids=torch\.cat"),
+        ({"position_ids": POSITIONS.roll(1)}, r"at \[60\], received \[1, 61\]"),
+        ({"attention_mask": torch.ones(1, 110)}, "expected no attention_mask"),
+        ({"cu_seqlens": None}, r"a new one at \[60\]: .*pass cu_seqlens=torch\.tensor\(\[0, 60, 110\]\)"),
+    ],
+    ids=["cache", "default", "given cache", "no positions", "one run", "elsewhere", "mask", "no offsets"],
+)
+def test_a_pack_that_attention_would_mix_is_refused(model: Any, change: dict[str, Any], message: str) -> None:
+    x = ids(1, 110)
+    with hf.patched(), torch.no_grad():
+        model(x, **PACK)
+        with pytest.raises(ValueError, match=message):
+            model(x, **(PACK | change))
+        model(x, cu_seqlens=torch.tensor([0, 110]))  # one sequence is no pack
+
+
+def test_a_pack_may_hold_empty_sequences(model: Any) -> None:
+    x = ids(1, 110)
+    with hf.patched(), torch.no_grad():
+        want = model(x, **PACK).logits
+        got = model(x, **(PACK | {"cu_seqlens": torch.tensor([0, 0, 60, 60, 110, 110])})).logits
+    assert rel(got, want) < 1e-6
+
+
+def test_a_model_whose_attention_knows_no_packs_refuses_them() -> None:
+    for name in hf_packs.NEVER_PACKED & set(hf._modules()):
+        with pytest.raises(
+            ValueError, match=f"the attention of {name} in transformers cannot keep packed sequences apart"
+        ):
+            hf_packs.check_pack(name, CU, None, POSITIONS, False)
+
+
+def test_every_model_has_the_class_that_is_checked() -> None:
+    for name, module in hf._modules().items():
+        parameters = inspect.signature(getattr(module, hf_packs.MODEL_CLASSES[name]).forward).parameters
+        assert {"attention_mask", "position_ids", "use_cache"} <= set(parameters)
+
+
+def test_one_graph_with_ours_inside(model: Any) -> None:
+    """torch.compile(fullgraph=True) of the patched model, a pack: eager's logits and gradients, our operator in the graph."""
+    x, dense = ids(1, 110), copy.deepcopy(model.config)
+    dense.mlp_layer_types = ["dense"] * 4  # transformers' experts do not trace whole
+    torch.manual_seed(0)
+    small = transformers.KimiLinearForCausalLM(dense).eval()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def loss(x: Tensor, cu: Tensor, positions: Tensor) -> Tensor:
+        return small(x, cu_seqlens=cu, position_ids=positions, use_cache=False).logits.square().mean()
+
+    with hf.patched():
+        found = []
+        for f in (torch.compile(loss, fullgraph=True, backend=backend), loss):
+            found.append(torch.autograd.grad(f(x, CU, POSITIONS), list(small.parameters())))
+    assert str(graphs[0].graph).count("openkda.kda_chunkwise") >= 3
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() < 1e-5 * max(want.norm(), 1e-6)
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__.rsplit(".", 1)[-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_functions_of_every_model(module: Any, dtype: torch.dtype) -> None:
@@ -103,6 +180,7 @@ def test_both_functions_of_every_model(module: Any, dtype: torch.dtype) -> None:
 
 def test_put_back_exactly_and_harmless_when_repeated() -> None:
     before = {(m.__name__, n): getattr(m, n) for m in MODULES for n in NAMES}
+    forwards = {name: getattr(m, hf_packs.MODEL_CLASSES[name]).forward for name, m in hf._modules().items()}
     hf.unpatch()
     first = hf.patch()
     ours = {(m.__name__, n): getattr(m, n) for m in MODULES for n in NAMES}
@@ -111,9 +189,11 @@ def test_put_back_exactly_and_harmless_when_repeated() -> None:
     with hf.patched():
         pass
     assert all(getattr(m, n) is ours[m.__name__, n] for m in MODULES for n in NAMES)  # the outer patch stands
+    assert all(getattr(m, hf_packs.MODEL_CLASSES[n]).forward is not forwards[n] for n, m in hf._modules().items())
     hf.unpatch()
     hf.unpatch()
     assert all(getattr(m, n) is before[m.__name__, n] for m in MODULES for n in NAMES)
+    assert all(getattr(m, hf_packs.MODEL_CLASSES[n]).forward is forwards[n] for n, m in hf._modules().items())
 
 
 def test_an_error_inside_the_block_still_puts_back() -> None:
