@@ -29,15 +29,18 @@ from openkda.layers.packing import pack, padding_of, unpack
 from openkda.layers.parameters import init_weights
 from openkda.layers.state import LayerState, ModelState
 from openkda.models.config import ModelConfig
+from openkda.ops.head_loss.api import head_loss
 from openkda.ops.packing.api import check_cu_seqlens
 
 
 @dataclass
 class LMOutput:
-    """logits [B, T, vocab], or of each sequence's last token only; state: one entry a layer, or None unless asked for."""
+    """logits [B, T, vocab], or of each sequence's last token only, or empty with `targets`; state: one entry a layer, or None
+    unless asked for; loss: with `targets`, the cross-entropy summed over them, in nats."""
 
     logits: Tensor
     state: ModelState | None = None
+    loss: Tensor | None = None
 
 
 def build_attention(config: ModelConfig, layer_idx: int) -> nn.Module:
@@ -186,6 +189,7 @@ class HybridLM(nn.Module):
         attention_mask: Tensor | None = None,
         return_state: bool = False,
         last_only: bool = False,
+        targets: Tensor | None = None,
     ) -> LMOutput:
         """input_ids [B, T] -> logits [B, T, vocab].
 
@@ -194,12 +198,21 @@ class HybridLM(nn.Module):
         cu_seqlens: [N + 1], sequences packed along T (then B = 1). attention_mask: [B, T] bool, left padding only;
         padded positions are never computed and their logits are 0.
         last_only: logits of each sequence's last token, [B, 1, vocab], or [1, N, vocab] of a pack (0 for an empty one).
+        targets: [B, T] int64, the token to predict at each position: the loss in place of logits, which a GPU then never
+            holds all at once (openkda/ops/head_loss). Not with attention_mask or last_only.
         Raises: ValueError or TypeError for malformed input, before anything runs.
         """
         N = self._check(input_ids, state, cu_seqlens)
         mask = padding_of(attention_mask, (input_ids.shape[0], input_ids.shape[1]), cu_seqlens)
         packed, cu = (input_ids, cu_seqlens) if mask is None else pack(input_ids, mask)
+        if targets is not None and (attention_mask is not None or last_only or targets.shape != input_ids.shape[:2]):
+            raise ValueError(
+                f"targets: expected {list(input_ids.shape[:2])}, without attention_mask and last_only, received "
+                f"{list(targets.shape)}, attention_mask {attention_mask is not None}, last_only {last_only}"
+            )
         h, new = self.model(packed, state=state, cu_seqlens=cu, return_state=return_state)
+        if targets is not None:
+            return LMOutput(h.new_empty(0), new, head_loss(h.flatten(0, 1), self._head_weight(), targets.flatten()))
         if last_only:
             h = h[:, -1:] if cu is None else _last_of_each(h, cu)
         logits = self._head(h)
@@ -209,6 +222,9 @@ class HybridLM(nn.Module):
 
     def _head(self, h: Tensor) -> Tensor:
         return F.linear(h, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(h)
+
+    def _head_weight(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def _check(self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None) -> int:
         if isinstance(input_ids, Tensor) and input_ids.is_floating_point() and input_ids.dim() == 3:

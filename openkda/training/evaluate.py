@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from openkda.models.checkpoint import load_checkpoint
 from openkda.models.tokenizer import load_tokenizer
@@ -50,8 +49,8 @@ def token_loss(model: nn.Module, batch: Batch, *, dtype: torch.dtype, reduction:
     """Cross-entropy in float32 of one pack, the model under autocast to `dtype` (none for float32)."""
     device = batch.input_ids.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        logits = model(batch.input_ids, cu_seqlens=batch.cu_seqlens).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction=reduction)
+        nats: Tensor = model(batch.input_ids, cu_seqlens=batch.cu_seqlens, targets=batch.targets).loss
+    return nats / batch.targets.numel() if reduction == "mean" else nats
 
 
 @torch.no_grad()
