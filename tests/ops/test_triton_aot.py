@@ -140,7 +140,7 @@ def block_launches(T: int = 1, keep: str = "last") -> list[Launch]:
         *narrow, empty(N, T, H, D), empty(N, T, H), empty(N, T, H, D), BlockWeights(*weights, empty(D, **f32), 1e-5),
         BlockState(*state), empty(N, dtype=torch.int32), BoundedGate(-5.0), 0.1, keep == "all",
     )  # fmt: skip
-    implementation = launch._all if keep == "all" else launch._pool
+    implementation = launch.all_direct if keep == "all" else launch.pool_direct
     with recorded() as launches:
         implementation(
             call.q, call.k, call.v, call.g, call.beta, call.out_gate, *weights, call.weights.norm,
@@ -154,9 +154,11 @@ def conv_launches() -> list[Launch]:
 
     f32 = torch.float32
     with recorded() as launches:
-        launch._conv(empty(1, 8192, 12288), empty(12288, 4, dtype=f32), empty(1, 12288, 3), None, True)
-        launch._conv(empty(1, 8192, 12288), empty(12288, 4, dtype=f32), None, empty(9, dtype=torch.int64), True)
-        launch._step(empty(32, 12288), empty(12288, 4, dtype=f32), empty(32, 12288, 3), True)
+        x, w = empty(1, 8192, 12288), empty(12288, 4, dtype=f32)
+        launch.conv([x] * 3, [w] * 3, [empty(1, 12288, 3)] * 3, None, True)
+        launch.conv([x], [w], [], empty(9, dtype=torch.int64), True)
+        launch.conv_gradient([x] * 3, [w] * 3, [], empty(9, dtype=torch.int64), [x] * 3, [None] * 3, True)
+        launch.step(empty(32, 12288), empty(12288, 4, dtype=f32), empty(32, 12288, 3), True)
     return launches
 
 
@@ -164,8 +166,22 @@ def norm_launches() -> list[Launch]:
     from openkda.ops.norm.triton import launch
 
     with recorded() as launches:
-        launch._norm(empty(8192, 7168), None, empty(7168, dtype=torch.float32), 1e-5)
-        launch._norm(empty(8192, 96, 128), empty(8192, 96, 128), empty(128, dtype=torch.float32), 1e-5)
+        x, w = empty(8192, 7168), empty(7168, dtype=torch.float32)
+        launch.norm(x, None, w, 1e-5)
+        launch.norm_gradient(x, x, None, w, 1e-5)
+        x, w = empty(8192, 96, 128), empty(128, dtype=torch.float32)
+        launch.norm(x, x, w, 1e-5)
+        launch.norm_gradient(x, x, x, w, 1e-5)
+    return launches
+
+
+def head_loss_launches() -> list[Launch]:
+    from openkda.ops.head_loss.triton import launch
+
+    with recorded() as launches:
+        targets = empty(8192, dtype=torch.int64)
+        launch._head_loss(empty(8192, 768), empty(32768, 768, dtype=torch.float32), targets, torch.bfloat16, True)
+        launch._head_loss(empty(8192, 768), empty(260, 768, dtype=torch.float32), targets, torch.bfloat16, False)
     return launches
 
 
@@ -179,6 +195,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "block-all": lambda: block_launches(4, "all"),
     "conv": conv_launches,
     "norm": norm_launches,
+    "head-loss": head_loss_launches,
 }
 WIDE: dict[str, Callable[[], list[Launch]]] = {
     "exact": lambda: kda_launches(dtype=torch.float32, exact=True),

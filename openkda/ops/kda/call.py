@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from openkda.ops.kda.gate import Gate
+
+Replay = Callable[[tuple[Tensor | None, ...]], Any]
+"""From the tensors of `api.kda`, in the order of `TENSORS`, to what `kda` or `kda_step` returns; None: the long way, please."""
+
+TENSORS = (
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "A_log",
+    "dt_bias",
+    "initial_state",
+    "cu_seqlens",
+    "state_indices",
+    "state_positions",
+)
+
+REPLAYS: dict[tuple[object, ...], Replay] = {}
 
 
 class KDAOutput(NamedTuple):
@@ -26,7 +46,11 @@ class KDAOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KDACall:
-    """Arguments of `kda` after validation; shapes as documented there. Implementations never re-check."""
+    """Arguments of `kda` after validation; shapes as documented there. Implementations never re-check.
+
+    key: set from the second call on that looks like this one (`call_key` of `openkda/ops/device/api.py`). An implementation
+    that can repeat such a call faster than by looking at it again leaves a function in REPLAYS.
+    """
 
     q: Tensor
     k: Tensor
@@ -44,6 +68,7 @@ class KDACall:
     state_positions: Tensor | None
     state_v_first: bool
     state_dtype: torch.dtype
+    key: tuple[object, ...] | None = None
 
     @property
     def num_sequences(self) -> int:

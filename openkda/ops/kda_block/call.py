@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,9 +47,15 @@ class BlockOutput(NamedTuple):
     states: Tensor | None
 
 
-@dataclass(frozen=True)
+Replay = Callable[[tuple[Tensor | None, ...], BlockState], BlockOutput | None]
+"""From the tensors of `BlockCall.tensors` and the state of a call to its result; None: the long way, please."""
+
+REPLAYS: dict[tuple[object, ...], Replay] = {}
+
+
+@dataclass(slots=True)
 class BlockCall:
-    """Arguments of `kda_block` after validation; shapes as documented there."""
+    """Arguments of `kda_block` after validation; shapes as documented there. key: as in `openkda/ops/kda/call.py`."""
 
     q: Tensor
     k: Tensor
@@ -62,6 +69,7 @@ class BlockCall:
     gate: Gate
     scale: float
     keep_all: bool
+    key: tuple[object, ...] | None = None
 
     @property
     def needs_grad(self) -> bool:

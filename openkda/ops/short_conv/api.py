@@ -8,6 +8,7 @@ Source: Kimi Linear report, section 3; weight layout of the published checkpoint
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from openkda.ops.device.api import choose_module
 from openkda.ops.packing.api import check_cu_seqlens
 
-__all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "short_conv", "short_conv_step"]
+__all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "short_conv", "short_conv_step", "short_convs"]
 
 IMPLEMENTATIONS = ("triton", "reference")
 """In order of preference. Each is a module of this folder with `refusals(x)`, `run` and `step`."""
@@ -56,16 +57,49 @@ def short_conv(
     Raises: ValueError or TypeError, showing expected and received, before anything runs.
     Differentiable in x, weight and initial_state, through both results.
     """
-    _check_weight(x, 3, "[B, T, D]", weight, activation)
+    ys, finals = short_convs(
+        (x,), (weight,), initial_states=None if initial_state is None else (initial_state,),
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens, activation=activation, impl=impl,
+    )  # fmt: skip
+    return ys[0], None if finals is None else finals[0]
+
+
+def short_convs(
+    xs: Sequence[Float[Tensor, "B T _d"]],
+    weights: Sequence[Float[Tensor, "_d W"]],
+    *,
+    initial_states: Sequence[Float[Tensor, "N _d _w"]] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " _n1"] | None = None,
+    activation: str | None = "silu",
+    impl: str | None = None,
+) -> tuple[list[Float[Tensor, "B T _d"]], list[Float[Tensor, "_n _d _w"]] | None]:
+    """`short_conv` of one to three tensors of the same tokens, in one launch on a GPU: q, k and v of a layer.
+
+    xs: [B, T, D_i] of one dtype; weights: [D_i, W] of one W; initial_states: one [N, D_i, W - 1] for each x, or None.
+    Returns: (the outputs, the final states or None), as `short_conv` does for each. Raises and differentiates as it does.
+    """
+    _check_lists(xs, weights, initial_states)
+    x = xs[0]
+    for i, (t, w) in enumerate(zip(xs, weights, strict=True)):
+        _check_weight(t, 3, "[B, T, D]", w, activation)
+        if i and (t.shape[:2] != x.shape[:2] or t.dtype != x.dtype or t.device != x.device):
+            _bad(
+                f"xs[{i}]",
+                f"{x.dtype} of shape {[*x.shape[:2]]} + [D] on {x.device}",
+                f"{t.dtype} {list(t.shape)} on {t.device}",
+            )
+        if i and w.shape[1] != weights[0].shape[1]:
+            _bad(f"weights[{i}].shape", f"[D, W] with W = {weights[0].shape[1]}", list(w.shape))
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.device != x.device:
         _bad("cu_seqlens.device", f"{x.device} (that of x)", cu_seqlens.device)
     N = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
-    if initial_state is not None:
-        _check_state("initial_state", initial_state, x, (N, x.shape[2], weight.shape[1] - 1))
-    y, final = choose_module("short_conv", IMPLEMENTATIONS, impl, x, _module).run(
-        x, weight, initial_state, cu_seqlens, activation
-    )
-    return y, final if output_final_state else None
+    states = [] if initial_states is None else list(initial_states)
+    for t, w, state in zip(xs, weights, states, strict=False):
+        _check_state("initial_state", state, t, (N, t.shape[2], w.shape[1] - 1))
+    module = choose_module("short_conv", IMPLEMENTATIONS, impl, x, _module)
+    ys, finals = module.run(list(xs), list(weights), states, cu_seqlens, activation)
+    return ys, finals if output_final_state else None
 
 
 def short_conv_step(
@@ -82,7 +116,19 @@ def short_conv_step(
     """
     _check_weight(x, 2, "[N, D]", weight, activation)
     _check_state("state", state, x, (*x.shape, weight.shape[1] - 1))
-    return choose_module("short_conv", IMPLEMENTATIONS, impl, x, _module).step(x, weight, state, activation)
+    recording = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or state.requires_grad)
+    names = (
+        ("reference",) if recording and impl is None else IMPLEMENTATIONS
+    )  # the kernel of the step has no derivative
+    return choose_module("short_conv", names, impl, x, _module).step(x, weight, state, activation)
+
+
+def _check_lists(xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor] | None) -> None:
+    if isinstance(xs, Tensor) or not 1 <= len(xs) <= 3:
+        _bad("xs", "one to three tensors", "a tensor" if isinstance(xs, Tensor) else len(xs))
+    for name, items in (("weights", weights), ("initial_states", states)):
+        if items is not None and (isinstance(items, Tensor) or len(items) != len(xs)):
+            _bad(name, f"{len(xs)} tensors, one for each x", "a tensor" if isinstance(items, Tensor) else len(items))
 
 
 def _bad(name: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:

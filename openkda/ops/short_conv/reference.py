@@ -19,9 +19,20 @@ def refusals(x: Tensor) -> list[str]:
 
 
 def run(
+    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, activation: str | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs, final states); arguments as in `api.short_convs`, states empty for zeros."""
+    ys, finals = [], []
+    for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
+        y, final = _one(x, weight, states[i] if states else None, cu_seqlens, activation)
+        ys.append(y)
+        finals.append(final)
+    return ys, finals
+
+
+def _one(
     x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    """(y, final state); arguments as in `api.short_conv`."""
     T, D = x.shape[1:]
     tail = weight.shape[1] - 1
     N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1

@@ -1,7 +1,15 @@
-"""A short way to a compiled kernel. Triton's own launch sorts 70 arguments into a key of strings at every call."""
+"""A short way to a compiled kernel, and tapes: the launches of one call, run again on other memory.
+
+Triton's own launch sorts 70 arguments into a key of strings at every call; `launch` looks a key of strides and alignments up. A
+tape needs no key but the caller's: it holds every argument that is not an address.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -9,8 +17,18 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+QUICK = not knobs.runtime.interpret and torch.version.hip is None
+"""Whether device functions may be written in PTX: everywhere but in the interpreter and on other makers' cards."""
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST = 8192
+
+
+class _Recording(threading.local):
+    launches: list[tuple[Any, int, tuple[Any, ...], tuple[Any, ...]]] | None = None
+
+
+_recording = _Recording()
 
 
 def launch(
@@ -22,31 +40,141 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
     device: torch.device,
+    pdl: bool = False,
+    registers: int | None = None,
 ) -> None:
     """kernel over a grid of `programs`. Its parameters, in this order: tensors; steps (strides and sizes, on whose
     divisibility Triton specialises); numbers (marked do_not_specialize, or floats); constants (constexprs).
 
+    pdl: the kernel waits for the one in front of it by itself (programmatic dependent launch, Hopper and later).
+    registers: most of them a thread, where the compiler's own choice lets too few programs share a multiprocessor.
+
     The first call of a key goes through Triton and compiles, unless Triton already has that binary.
     """
     index = device.index
+    options: dict[str, Any] = {"num_warps": num_warps}
+    if pdl:
+        options["launch_pdl"] = True
+    if registers is not None:
+        options["maxnreg"] = registers
     if device.type == "cuda" and index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)
+            kernel[(programs,)](*tensors, *steps, *numbers, *constants, **options)
         return
     traits = tuple([None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors])
-    key = (id(kernel), num_warps, index, traits, steps, constants)
+    key = (id(kernel), num_warps, pdl, registers, index, traits, steps, constants)
     ready = _compiled.get(key)
     if ready is None:
-        ready = kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)
+        ready = kernel[(programs,)](*tensors, *steps, *numbers, *constants, **options)
         if ready is not None:  # the interpreter compiles nothing
             if len(_compiled) >= _MOST:
                 _compiled.clear()
             _compiled[key] = ready
-        return
-    ready.run(
-        programs, 1, 1, driver.active.get_current_stream(index), ready.function, ready.packed_metadata, None,
-        knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *tensors, *steps, *numbers, *constants,
-    )  # fmt: skip
+    else:
+        ready.run(
+            programs, 1, 1, driver.active.get_current_stream(index), ready.function, ready.packed_metadata, None,
+            *_hooks(), *tensors, *steps, *numbers, *constants,
+        )  # fmt: skip
+    if _recording.launches is not None and ready is not None:
+        _recording.launches.append((ready, programs, tensors, (*steps, *numbers, *constants)))
+
+
+def _hooks() -> tuple[Any, Any]:
+    """None for a chain that nobody listens to: calling it would cost a microsecond."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return enter if enter.calls else None, leave if leave.calls else None
+
+
+class Tape:
+    """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device."""
+
+    __slots__ = ("_fresh", "_index", "_inner", "_launches")
+
+    def __init__(self, launches: list[Any], fresh: list[Any], inner: list[tuple[int, int]], index: int) -> None:
+        self._launches, self._fresh, self._inner, self._index = launches, fresh, inner, index
+
+    def shape_result(self, place: int, shape: tuple[int, ...]) -> None:
+        """Gives a tensor that the call makes another shape of as many elements."""
+        self._fresh[place] = (shape, *self._fresh[place][1:])
+
+    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """The tensors that the call makes, in the order of `record`; None where this call must go the long way: an unaligned
+        address, another current device."""
+        index = self._index
+        if torch.cuda.current_device() != index:
+            return None
+        at: list[Any] = [None if t is None else t.data_ptr() for t in inputs]
+        bits = 0
+        for a in at:
+            if a is not None:
+                bits |= a
+        if bits & 15:
+            return None
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._fresh]
+        at += [t.data_ptr() for t in made]
+        at += [at[place] + offset for place, offset in self._inner]
+        at.append(None)
+        stream = driver.active.get_current_stream(index)
+        enter, leave = _hooks()
+        for run, function, metadata, programs, pick, rest in self._launches:
+            run(programs, 1, 1, stream, function, metadata, None, enter, leave, *pick(at), *rest)
+        return made
+
+
+@contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """Inside, launches of this thread are also listed."""
+    before, _recording.launches = _recording.launches, []
+    try:
+        yield _recording.launches
+    finally:
+        _recording.launches = before
+
+
+def record(
+    call: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor | None], device: torch.device
+) -> tuple[Sequence[Tensor], Tape | None]:
+    """Runs `call`, which returns the tensors that it made, workspace included; and its tape, or None where it has none.
+
+    It has none when two inputs share an address (another call of these shapes may not), when a kernel was given memory that is
+    neither an input nor made by the call (a copy of a strided input), when an address is unaligned, and in the interpreter.
+    """
+    with recorded() as launches:
+        made = call()
+    memory = [*inputs, *made]
+    addresses = [None if t is None else t.data_ptr() for t in memory]
+    known = [a for a in addresses if a]
+    if not launches or len(set(known)) != len(known) or any(a % 16 for a in known):
+        return made, None
+    inner: dict[tuple[int, int], int] = {}
+    played = []
+    for ready, programs, tensors, rest in launches:
+        places = []
+        for t in tensors:
+            found = _find(t, addresses, made, len(inputs))
+            if found is None:
+                return made, None
+            places.append(found if isinstance(found, int) else len(memory) + inner.setdefault(found, len(inner)))
+        played.append((ready.run, ready.function, ready.packed_metadata, programs, places, rest))
+    none = len(memory) + len(inner)
+    picked = [(*head, itemgetter(*(none if p < 0 else p for p in places)), rest) for *head, places, rest in played]
+    return made, Tape(picked, [(t.shape, t.dtype, t.device) for t in made], list(inner), device.index)
+
+
+def _find(
+    t: Tensor | None, addresses: list[int | None], made: Sequence[Tensor], inputs: int
+) -> int | tuple[int, int] | None:
+    """Place of a kernel's argument in the list of addresses, -1 for None; (place, offset) inside a tensor that the call made."""
+    if t is None:
+        return -1
+    a = t.data_ptr()
+    if a in addresses:
+        return addresses.index(a)
+    for i, m in enumerate(made):
+        offset = a - m.data_ptr()
+        if 0 < offset < m.numel() * m.element_size():
+            return inputs + i, offset
+    return None
 
 
 def steps_of(x: Tensor) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import triton_refusals
+from openkda.ops.device.api import goes_direct, triton_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate
 
@@ -29,8 +29,6 @@ def refusals(call: KDACall, exact: bool = False) -> list[str]:
         reasons.append(f"head sizes up to {MAX_SIZE}, received K={K} V={call.v.shape[-1]}")
     if call.needs_grad and K > MAX_EXACT_GRADIENT and (exact or call.q.dtype == torch.float32):
         reasons.append(f"gradients with float32 operands up to K={MAX_EXACT_GRADIENT}, received K={K}")
-    if call.needs_grad and call.state_positions is not None:
-        reasons.append("gradients through states at chosen positions")
     return reasons
 
 
@@ -57,6 +55,11 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
     flags = (
         kind, bound, call.scale, call.use_qk_l2norm, call.use_beta_sigmoid, call.output_final_state, call.state_v_first,
     )  # fmt: skip
+    if goes_direct(*tokens, call.initial_state):
+        o, final, kept = register.run_direct(
+            call, *tokens, call.initial_state, call.state_indices, call.state_positions, *flags, call.state_dtype, exact, skip
+        )  # fmt: skip
+        return KDAOutput(o, final if call.output_final_state else None, kept)
     if call.state_indices is None:
         o, final, kept = register.kda_op(
             *tokens, call.initial_state, call.state_positions, *flags, call.state_dtype, exact

@@ -93,8 +93,11 @@ def packed(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
-def forward(a: Args) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, final states or None, states at positions or None); with an index the pool `a.state` is written in place."""
+def forward(a: Args, workspaces: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(output, final states or None, states at positions or None); with an index the pool `a.state` is written in place.
+
+    workspaces: receives the memory that the kernels used besides.
+    """
     B, T, _, HV, _, V = a.sizes
     o = torch.empty((B, T, HV, V), dtype=a.v.dtype, device=a.q.device)
     N = a.num_sequences
@@ -104,7 +107,7 @@ def forward(a: Args) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if kept is None and a.cu is None and T <= RECURRENT_UP_TO:
             launch_recurrent(a, DENSE, N, None, None, a.state, final, a.index, o)
         else:
-            _chunked(a, o, final, kept)
+            _chunked(a, o, final, kept, [] if workspaces is None else workspaces)
     return o, final, kept
 
 
@@ -143,12 +146,12 @@ def launch_recurrent(
     launch(recurrent_kernel, ceil_div(V, BV) * HV * rows, tensors, steps, numbers, constants, warps, out.device)
 
 
-def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None) -> None:
+def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None, workspaces: list[Tensor]) -> None:
     B, T, _, HV, K, _ = a.sizes
     per_token = B * HV * K
     window = max(WINDOW // max(per_token, 1) // CHUNK, 1) * CHUNK
     if a.cu is not None or kept is not None or window >= T:
-        _pass(a, o, a.state, final, a.index, a.index, kept)
+        workspaces.append(_pass(a, o, a.state, final, a.index, a.index, kept))
         return
     V = a.v.shape[3]
     carry = torch.empty((B, HV, V, K) if a.v_first else (B, HV, K, V), dtype=torch.float32, device=o.device)
@@ -164,17 +167,19 @@ def _chunked(a: Args, o: Tensor, final: Tensor | None, kept: Tensor | None) -> N
 
 def _pass(
     a: Args, o: Tensor, s0: Tensor | None, s1: Tensor | None, i0: Tensor | None, i1: Tensor | None, kept: Tensor | None
-) -> None:
-    """prepare, scan, and the walk to the chosen positions."""
+) -> Tensor:
+    """prepare, scan, and the walk to the chosen positions. Returns the workspace."""
     B, T, H, HV, K, V = a.sizes
     N, BK, C = a.num_sequences, padded(K), CHUNK
     slots = B * ceil_div(T, C) if a.cu is None else T // C + N
     op = torch.float32 if a.exact else torch.float16
     scaled = not a.l2norm
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
-    kd, qd, ke = new(3, HV, slots, C, BK, dtype=op).unbind(0)
-    tm, decay = new(HV, slots, 2, C, C), new(HV, slots, BK)
-    token = new(HV, slots, 3, C) if scaled else decay
+    wide, blocks = HV * slots * C * BK, HV * slots
+    f32 = torch.float32
+    parts = [(op, wide), (op, wide), (op, wide), (f32, blocks * 2 * C * C), (f32, blocks * BK), (f32, blocks * 3 * C)]
+    workspace, (kd, qd, ke, tm, decay, *tokens) = carve(*parts[: 6 if scaled else 5], device=o.device)
+    token = tokens[0] if scaled else decay
     small = ("tf32x3" if a.q.dtype == torch.float32 else "bf16x3") if a.exact else "tf32"
     tensors: tuple[Tensor | None, ...] = (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token)
     steps: tuple[int, ...] = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g), *a.beta.stride())
@@ -202,6 +207,18 @@ def _pass(
         launch_recurrent(
             a, LISTED, kept.shape[0], places.start, places.length, held, kept, places.own, None, source=places.source
         )
+    return workspace
+
+
+def carve(*parts: tuple[torch.dtype, int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """One allocation (each costs 2 us of host time) cut into flat tensors of (dtype, length), aligned to 256 bytes."""
+    ends, end = [], 0
+    for dtype, count in parts:
+        begin = end
+        end = begin + ceil_div(count * dtype.itemsize, 256) * 256
+        ends.append((begin, begin + count * dtype.itemsize))
+    whole = torch.empty(end, dtype=torch.uint8, device=device)
+    return whole, [whole[a:b].view(dtype) for (a, b), (dtype, _) in zip(ends, parts, strict=True)]
 
 
 def scan_settings(BK: int, BV: int, precision: str) -> tuple[int, int, int]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openkda.ops.kda.call import REPLAYS, TENSORS, KDACall, KDAOutput, Replay
 from openkda.ops.kda.triton.launch import Args, forward, new_states, packed, unit_stride
+from openkda.ops.triton.api import Tape, record
 
+STATE = TENSORS.index("initial_state")
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu"
 _OPTIONS = "int gate, float bound, float scale, bool l2norm, bool sigmoid, bool want_state, bool v_first"
@@ -76,6 +79,57 @@ torch.library.register_fake("openkda::kda_pool", _fake_kda_pool, lib=_LIBRARY)
 
 kda_op = torch.ops.openkda.kda.default
 kda_pool_op = torch.ops.openkda.kda_pool.default
+
+
+def run_direct(call: KDACall, q, k, v, g, beta, A_log, dt_bias, cu, state, index, positions, gate, bound, scale, l2norm,
+               sigmoid, want_state, v_first, state_dtype, exact, skip):  # fmt: skip
+    """The forward without the operator: (output, final states or the pool or None, states at positions or None)."""
+    a = Args(
+        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
+        packed(cu), state, packed(index), packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first,
+        state_dtype, exact, skip,
+    )  # fmt: skip
+    if call.key is None or positions is not None:
+        return forward(a)
+    results: list[Tensor | None] = []
+
+    def run() -> list[Tensor]:
+        workspaces: list[Tensor] = []
+        results.extend(forward(a, workspaces))
+        new = () if results[1] is None or index is not None else (results[1],)
+        return [results[0], *new, *workspaces]
+
+    own_gate = (None, None) if call.gate is None else (call.gate.A_log, call.gate.dt_bias)
+    tensors = (call.q, call.k, call.v, call.g, call.beta, *own_gate, state, call.cu_seqlens, index, None)
+    _, tape = record(run, tensors, q.device)
+    if tape is not None:
+        REPLAYS[call.key] = _step_replay(tape, v) if skip else _replay(tape, want_state, index is not None)
+    return tuple(results)
+
+
+def _replay(tape: Tape, want_state: bool, pooled: bool) -> Replay:
+    """Of `kda`."""
+
+    def again(tensors: tuple[Tensor | None, ...]) -> KDAOutput | None:
+        made = tape.run(tensors)
+        if made is None:
+            return None
+        return KDAOutput(made[0], (tensors[STATE] if pooled else made[1]) if want_state else None)
+
+    return again
+
+
+def _step_replay(tape: Tape, v: Tensor) -> Replay:
+    """Of `kda_step`, whose output has no token axis."""
+    tape.shape_result(0, (v.shape[0], *v.shape[2:]))
+
+    def again(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None] | None:
+        made = tape.run(tensors)
+        if made is None:
+            return None
+        return made[0], made[1] if len(made) > 1 else tensors[STATE]
+
+    return again
 
 
 def as_tensor_pair(gate: object) -> tuple[Tensor | None, Tensor | None]:

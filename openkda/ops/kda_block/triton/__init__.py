@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from openkda.ops.device.api import triton_refusals
+from torch import Tensor
+
+from openkda.ops.device.api import goes_direct, triton_refusals
 from openkda.ops.kda.api import BoundedGate
 from openkda.ops.kda_block.call import BlockCall, BlockOutput, BlockState
 
@@ -24,17 +26,23 @@ def run(call: BlockCall) -> BlockOutput:
 
     w, gate = call.weights, call.gate
     bounded = isinstance(gate, BoundedGate)
-    A_log, dt_bias = (
-        None if t is None else t.detach().reshape(-1).float().contiguous() for t in (gate.A_log, gate.dt_bias)
-    )
+    A_log, dt_bias = (None if t is None else _flat(t) for t in (gate.A_log, gate.dt_bias))
     convs = tuple(t.detach().float().contiguous() for t in (w.conv_q, w.conv_k, w.conv_v))
     tokens = (call.q, call.k, call.v, call.g, call.beta, call.out_gate, *convs, w.norm.detach(), A_log, dt_bias)
     numbers = (2 if bounded else 1, gate.lower_bound or 0.0, w.norm_eps, call.scale)
     old = call.state.tensors()
+    direct = goes_direct(*tokens, *old)
     if call.keep_all:
-        y, states = launch.all_op(*tokens, *old, call.slots, *numbers)
+        y, states = (launch.all_direct if direct else launch.all_op)(*tokens, *old, call.slots, *numbers)
         return BlockOutput(y, None, states)
+    if direct and call.key is not None:
+        return launch.run_recorded(call, tokens, numbers)
     if call.slots is None:
-        y, *new = launch.step_op(*tokens, *old, *numbers)
+        y, *new = (launch.step_direct if direct else launch.step_op)(*tokens, *old, *numbers)
         return BlockOutput(y, BlockState(*new), None)
-    return BlockOutput(launch.pool_op(*tokens, *old, call.slots, *numbers), call.state, None)
+    y = (launch.pool_direct if direct else launch.pool_op)(*tokens, *old, call.slots, *numbers)
+    return BlockOutput(y, call.state, None)
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.detach().reshape(-1).float().contiguous()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openkda.ops.kda_block.call import REPLAYS, BlockCall, BlockOutput, BlockState
+from openkda.ops.kda_block.triton.one import one_kernel
 from openkda.ops.kda_block.triton.step import block_kernel
-from openkda.ops.triton.api import launch, padded
+from openkda.ops.triton.api import launch, padded, record
 
 EPS = 1e-6
+SETTINGS = (8, None, False, False)
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _TOKENS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor out_gate, "
@@ -32,7 +35,11 @@ def _launch(
     BK, BV = padded(K), padded(V)
     q, k, v, g, og = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g, og))
     old, new = ((x if x[0].stride(-1) == 1 else (x[0].contiguous(), *x[1:])) for x in (old, new))
-    if N:
+    if N and T == 1 and states is None:
+        _launch_one(
+            q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, old, new, slots, gate, bound, norm_eps, scale
+        )
+    elif N:
         tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new, states)
         steps = (
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:3], *beta.stride(), *og.stride()[:3],
@@ -42,13 +49,56 @@ def _launch(
         numbers = (T, bound, EPS, norm_eps, scale)
         constants = (
             H, HV // H, K, BK, V, BV, wq.shape[1], gate, A_log is not None, dt_bias is not None, slots is not None,
-            states is not None, T == 1,
+            states is not None,
         )  # fmt: skip
         launch(block_kernel, N * H, tensors, steps, numbers, constants, 4, y.device)
     return y
 
 
-def _pool(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, slots, gate, bound, norm_eps, scale):
+def _launch_one(
+    q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, old, new, slots, gate, bound, norm_eps, scale
+):
+    N, _, HV, K = g.shape
+    V, H, P = og.shape[3], q.shape[2] // K, old[0].shape[0]
+    warps, registers, pdl, ahead = SETTINGS
+    dense = all(_is_dense(x) for t in (old, new) for x in t)
+    tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new)
+    steps = (
+        q.stride(0), k.stride(0), v.stride(0), g.stride(0), g.stride(2), beta.stride(0), beta.stride(2), og.stride(0),
+        og.stride(2), *old[0].stride()[:3], *old[1].stride(), *old[2].stride(), *old[3].stride(),
+        *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
+    )  # fmt: skip
+    constants = (
+        H, HV // H, K, padded(K), V, padded(V), wq.shape[1], gate, A_log is not None, dt_bias is not None,
+        slots is not None, dense, pdl, ahead and dense and P > 0,
+    )  # fmt: skip
+    launch(
+        one_kernel,
+        N * H,
+        tensors,
+        steps,
+        (P, bound, EPS, norm_eps, scale),
+        constants,
+        warps,
+        y.device,
+        pdl=pdl,
+        registers=registers,
+    )
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether each row of x is contiguous."""
+    size = 1
+    for n, step in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if step != size:
+            return False
+        size *= n
+    return True
+
+
+def pool_direct(
+    q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, slots, gate, bound, norm_eps, scale
+):
     if s.stride(-1) != 1:
         raise ValueError(
             f"state.recurrent: expected a pool whose last axis has stride 1, received strides {s.stride()}"
@@ -59,7 +109,7 @@ def _pool(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv,
     )
 
 
-def _step(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, gate, bound, norm_eps, scale):
+def step_direct(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, gate, bound, norm_eps, scale):
     old = (s, cq, ck, cv)
     new = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in old)
     y = _launch(
@@ -68,7 +118,9 @@ def _step(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv,
     return y, *new
 
 
-def _all(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, slots, gate, bound, norm_eps, scale):
+def all_direct(
+    q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, slots, gate, bound, norm_eps, scale
+):
     old = (s, cq, ck, cv)
     states = _new_states(g, og)
     if slots is not None:
@@ -77,6 +129,34 @@ def _all(q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, s, cq, ck, cv, 
         q, k, v, g, beta, og, wq, wk, wv, norm, A_log, dt_bias, old, old, slots, states, gate, bound, norm_eps, scale
     )
     return y, states
+
+
+def run_recorded(call: BlockCall, tokens: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> BlockOutput:
+    """The step on a pool or to new states; from now on calls of this key repeat its launch."""
+    old, slots = call.state.tensors(), call.slots
+
+    def run() -> tuple[Tensor, ...]:
+        if slots is None:
+            return step_direct(*tokens, *old, *numbers)
+        return (pool_direct(*tokens, *old, slots, *numbers),)
+
+    w, gate = call.weights, call.gate
+    own = (
+        call.q, call.k, call.v, call.g, call.beta, call.out_gate, w.conv_q, w.conv_k, w.conv_v, w.norm, gate.A_log,
+        gate.dt_bias, *old, slots,
+    )  # fmt: skip
+    made, tape = record(run, own, call.q.device)
+    if tape is not None and call.key is not None:
+        pooled = slots is not None
+
+        def again(tensors: tuple[Tensor | None, ...], state: BlockState) -> BlockOutput | None:
+            made = tape.run(tensors)
+            if made is None:
+                return None
+            return BlockOutput(made[0], state if pooled else BlockState(*made[1:]), None)
+
+        REPLAYS[call.key] = again
+    return BlockOutput(made[0], call.state if slots is not None else BlockState(*made[1:]), None)
 
 
 def _new_states(g: Tensor, og: Tensor) -> Tensor:
@@ -96,9 +176,9 @@ def _fake_all(q, k, v, g, beta, og, *rest):
 
 
 for _name, _run, _fake in (
-    ("kda_block_pool", _pool, _fake_pool),
-    ("kda_block_step", _step, _fake_step),
-    ("kda_block_all", _all, _fake_all),
+    ("kda_block_pool", pool_direct, _fake_pool),
+    ("kda_block_step", step_direct, _fake_step),
+    ("kda_block_all", all_direct, _fake_all),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"openkda::{_name}", _fake, lib=_LIBRARY)

@@ -1,11 +1,10 @@
-"""Triton norms: forward only. Refuses whenever autograd is recording, because a weight may want a gradient."""
+"""Triton norms and their backward."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from openkda.ops.device.api import triton_refusals
+from openkda.ops.device.api import goes_direct, triton_refusals
 
 MAX_WIDTH = 32768
 
@@ -14,20 +13,20 @@ def refusals(x: Tensor) -> list[str]:
     reasons = triton_refusals(x)
     if x.shape[-1] > MAX_WIDTH:
         reasons.append(f"rows of at most {MAX_WIDTH}, received {x.shape[-1]}")
-    if torch.is_grad_enabled():
-        reasons.append("the backward is not implemented, and gradients are enabled")
     return reasons
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `api.rms_norm`."""
-    from openkda.ops.norm.triton.launch import norm_op
-
-    return norm_op(x, None, weight, eps)
+    return _norm(x, None, weight, eps)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `api.gated_rms_norm`."""
-    from openkda.ops.norm.triton.launch import norm_op
+    return _norm(x, gate, weight, eps)
 
-    return norm_op(x, gate, weight, eps)
+
+def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    from openkda.ops.norm.triton import launch
+
+    return (launch.norm if goes_direct(x, gate, weight) else launch.norm_op)(x, gate, weight, eps)

@@ -1,39 +1,110 @@
-"""Launch and registration of the norm kernel."""
+"""Launch and registration of the norm kernels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openkda.ops.norm.triton.rows import norm_kernel
+from openkda.ops.norm.triton.rows import norm_gradient_kernel, norm_kernel
 from openkda.ops.triton.api import ceil_div, launch, padded
+
+PROGRAMS = 1024
+"""Partial sums of the weight's gradient: enough programs to fill any card, few enough to add in no time."""
 
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps) -> Tensor")
+_LIBRARY.define(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? gate, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
 
 
-def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """y in x's dtype; see `openkda/ops/norm/api.py`."""
     D = x.shape[-1]
-    flat = x.reshape(-1, D)
-    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
-    gates = flat if gate is None else gate.reshape(-1, D)
-    gates = gates if gates.stride(-1) == 1 else gates.contiguous()
+    flat = _rows(x)
+    gates = flat if gate is None else _rows(gate)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    BD = padded(D)
-    R = max(1, 2048 // BD)
     rows = flat.shape[0]
     if rows and D:
+        BD, R, warps = _tile(D)
         tensors, steps = (flat, gates, weight.contiguous(), y), (flat.stride(0), gates.stride(0), D)
-        warps = 4 if BD <= 4096 else 8
         launch(norm_kernel, ceil_div(rows, R), tensors, steps, (rows, eps), (R, BD, gate is not None), warps, y.device)
     return y
+
+
+def norm_gradient(
+    dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dgate or an empty tensor, dweight), each in the dtype of what it belongs to."""
+    D = x.shape[-1]
+    flat, up = _rows(x), _rows(dy)
+    gates = flat if gate is None else _rows(gate)
+    new = lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device)  # noqa: E731
+    dx = new(x)
+    dgate = x.new_empty(0) if gate is None else new(gate)
+    rows = flat.shape[0]
+    if not (rows and D):
+        return dx, dgate, torch.zeros_like(weight)
+    BD, R, warps = _tile(D)
+    turns = ceil_div(ceil_div(rows, R), PROGRAMS)
+    programs = ceil_div(rows, R * turns)
+    partial = torch.empty((programs, D), dtype=torch.float32, device=x.device)
+    launch(
+        norm_gradient_kernel, programs, (flat, gates, weight.contiguous(), up, dx, dgate, partial),
+        (flat.stride(0), gates.stride(0), up.stride(0), D), (rows, turns, eps), (R, BD, gate is not None), warps, x.device,
+    )  # fmt: skip
+    return dx, dgate, partial.sum(0).to(weight.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _tile(D: int) -> tuple[int, int, int]:
+    """(columns, rows, warps) of a program."""
+    BD = padded(D)
+    return BD, max(1, 2048 // BD), 4 if BD <= 4096 else 8
 
 
 def _fake_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-_LIBRARY.impl("rms_norm", _norm, "CompositeExplicitAutograd")
-torch.library.register_fake("openkda::rms_norm", _fake_norm, lib=_LIBRARY)
+def _fake_gradient(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(0) if gate is None else gate.new_empty(gate.shape),
+        torch.empty_like(weight),
+    )
+
+
+for _name, _run, _fake in (("rms_norm", norm, _fake_norm), ("rms_norm_backward", norm_gradient, _fake_gradient)):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"openkda::{_name}", _fake, lib=_LIBRARY)
 
 norm_op = torch.ops.openkda.rms_norm.default
+backward_op = torch.ops.openkda.rms_norm_backward.default
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, gate, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def _derive(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, gate, weight = ctx.saved_tensors
+    dx, dgate, dw = backward_op(dy, x, gate, weight, ctx.eps)
+    return dx, None if gate is None else dgate, dw, None
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("rms_norm: second derivatives need impl='reference'")
+
+
+torch.library.register_autograd("openkda::rms_norm", _derive, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd(
+    "openkda::rms_norm_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+)

@@ -1,31 +1,37 @@
-"""Triton convolution: forward only. Refuses whenever autograd is recording, because a weight may want a gradient."""
+"""Triton convolution and its backward; the one-token step has none."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from openkda.ops.device.api import triton_refusals
+from openkda.ops.device.api import goes_direct, triton_refusals
 
 
 def refusals(x: Tensor) -> list[str]:
-    reasons = triton_refusals(x)
-    if torch.is_grad_enabled():
-        reasons.append("the backward is not implemented, and gradients are enabled")
-    return reasons
+    return triton_refusals(x)
 
 
 def run(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """(y, final state); arguments as in `api.short_conv`."""
-    from openkda.ops.short_conv.triton.launch import conv_op
+    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, activation: str | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs, final states); arguments as in `api.short_convs`, in one launch."""
+    silu = activation == "silu"
+    if goes_direct(*xs, *weights, *states):
+        from openkda.ops.short_conv.triton import launch
 
-    return conv_op(x, weight, initial_state, cu_seqlens, activation == "silu")
+        return launch.conv(xs, weights, states, cu_seqlens, silu)
+    from openkda.ops.short_conv.triton import register
+
+    found = register.conv_op(xs, weights, states, cu_seqlens, silu)
+    return found[: len(xs)], found[len(xs) :]
 
 
 def step(x: Tensor, weight: Tensor, state: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:
     """(y, new state); arguments as in `api.short_conv_step`."""
-    from openkda.ops.short_conv.triton.launch import step_op
+    if goes_direct(x, weight, state):
+        from openkda.ops.short_conv.triton import launch
 
-    return step_op(x, weight, state, activation == "silu")
+        return launch.step(x, weight, state, activation == "silu")
+    from openkda.ops.short_conv.triton import register
+
+    return register.step_op(x, weight, state, activation == "silu")

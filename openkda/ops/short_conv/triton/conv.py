@@ -1,15 +1,18 @@
-"""Causal depthwise convolution + SiLU over batches and packs, its final window, and the one-token step."""
+"""Causal depthwise convolution + SiLU over batches and packs, its final window, and the one-token step.
+
+Up to three tensors (q, k and v of a layer) share a launch: they differ in channels and memory, not in tokens.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from openkda.ops.triton.api import find_sequence, sigmoid
+from openkda.ops.triton.api import find_sequence, quick_sigmoid, sigmoid
 
 
 @triton.jit
-def _locate(slot, cu_p, T, N, BT: tl.constexpr, PACKED: tl.constexpr):
+def locate(slot, cu_p, T, N, BT: tl.constexpr, PACKED: tl.constexpr):
     """(sequence, batch row, its first token, its length, first token of the block `slot` within it)."""
     if PACKED:
         n = find_sequence(slot, cu_p, N, BT)
@@ -18,17 +21,17 @@ def _locate(slot, cu_p, T, N, BT: tl.constexpr, PACKED: tl.constexpr):
         first = (slot - (start // BT + n)).to(tl.int32) * BT
         batch = start * 0
     else:
-        per = tl.cdiv(T, BT)
+        per = tl.maximum(tl.cdiv(T, BT), 1)  # an empty sequence has one block too, which writes its window
         n = slot // per
         batch = n.to(tl.int64)
         start = batch * 0
         length = T
         first = slot % per * BT
-    return n, batch, start, length, first
+    return n.to(tl.int64), batch, start, length, first
 
 
 @triton.jit
-def _before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
+def before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
     """Input `at` of a sequence for at >= -(W - 1): from the initial window below 0, else from x."""
     x = tl.load(x_p + at.to(tl.int64) * sxt, mask & (at >= 0), other=0.0).to(tl.float32)
     if HAS_S:
@@ -36,78 +39,107 @@ def _before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def conv_kernel(
-    x_p, w_p, s_p, cu_p, y_p, sxb, sxt, syb, syt, ssn, ssd, ssw, D, T, N,
-    BT: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr,
+@triton.jit
+def taps(w_p, d, m, W: tl.constexpr, BD: tl.constexpr):
+    """Weights [D, W] of BD channels as four vectors, oldest token first, zeros for what W lacks."""
+    j = tl.arange(0, 4)
+    at = w_p + d.to(tl.int64)[:, None] * W + (j - (4 - W))[None, :]
+    w = tl.load(at, m[:, None] & (j >= 4 - W)[None, :], other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(w, [BD, 2, 2]))
+    wa, wc = tl.split(even)
+    wb, wx = tl.split(odd)
+    return wa, wb, wc, wx
+
+
+@triton.jit
+def mix(a, b, c, x, wa, wb, wc, wx, W: tl.constexpr):
+    """The convolution of one token. What lies before the window is not multiplied by 0: it may be infinite."""
+    if W == 4:
+        y = a * wa + b * wb + c * wc + x * wx
+    elif W == 3:
+        y = b * wb + c * wc + x * wx
+    else:
+        y = c * wc + x * wx
+    return y
+
+
+@triton.jit
+def _forward(
+    x_p, w_p, s_p, y_p, o_p, sxb, sxt, ssn, ssd, ssw, D, block, n, batch, start, length, first, T,
+    BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr,
+    QUICK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BT tokens of one sequence and BD channels: row after row, the window in registers, so that an
-    input is read once (four shifted loads of a tile took 0.157 ms where a copy takes 0.099)."""
-    STEP: tl.constexpr = 8
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(D, BD)
-    n, batch, start, length, first = _locate(pid // blocks, cu_p, T, N, BT, PACKED)
-    if first >= length:
-        return
-    d = (pid % blocks) * BD + tl.arange(0, BD)
+    """Rows first .. first + BT of one sequence, BD channels of one tensor; behind its last row also its final window."""
+    d = block * BD + tl.arange(0, BD)
     m = d < D
     x_p += batch * sxb + start * sxt + d
-    y_p += batch * syb + start * syt + d
+    y_p += (batch * T + start + first) * D + d
     old = x_p
     if HAS_S:
-        old = s_p + n.to(tl.int64) * ssn + d * ssd
+        old = s_p + n * ssn + d * ssd
+    wa, wb, wc, wx = taps(w_p, d, m, W, BD)
     a = tl.zeros([BD], tl.float32)
     b = a
-    wa = a
-    wb = a
     if W == 4:
-        a = _before(x_p, old, sxt, ssw, first - 3, m, W, HAS_S)
-        wa = tl.load(w_p + d * W, m, other=0.0).to(tl.float32)
+        a = before(x_p, old, sxt, ssw, first - 3, m, W, HAS_S)
     if W >= 3:
-        b = _before(x_p, old, sxt, ssw, first - 2, m, W, HAS_S)
-        wb = tl.load(w_p + d * W + W - 3, m, other=0.0).to(tl.float32)
-    c = _before(x_p, old, sxt, ssw, first - 1, m, W, HAS_S)
-    wc = tl.load(w_p + d * W + W - 2, m, other=0.0).to(tl.float32)
-    wx = tl.load(w_p + d * W + W - 1, m, other=0.0).to(tl.float32)
-    x_p += first.to(tl.int64) * sxt
-    y_p += first.to(tl.int64) * syt
+        b = before(x_p, old, sxt, ssw, first - 2, m, W, HAS_S)
+    c = before(x_p, old, sxt, ssw, first - 1, m, W, HAS_S)
+    p = x_p + first.to(tl.int64) * sxt
     for t in range(first, tl.minimum(first + BT, length), STEP):
         for j in tl.static_range(STEP):
             live = m & (t + j < length)
-            x = tl.load(x_p, live, other=0.0).to(tl.float32)
-            y = a * wa + b * wb + c * wc + x * wx
+            x = tl.load(p, live, other=0.0).to(tl.float32)
+            y = mix(a, b, c, x, wa, wb, wc, wx, W)
             if SILU:
-                y *= sigmoid(y)
+                if QUICK:
+                    y *= quick_sigmoid(y)
+                else:
+                    y *= sigmoid(y)
             tl.store(y_p, y.to(y_p.dtype.element_ty), live)
-            x_p += sxt
-            y_p += syt
+            p += sxt
+            y_p += D
             a, b, c = b, c, x
+    if first + BT >= length:
+        for j in tl.static_range(W - 1):
+            at = length - (W - 1) + j
+            value = tl.load(x_p + at.to(tl.int64) * sxt, m & (at >= 0), other=0.0)
+            if HAS_S:
+                value = tl.where(at < 0, tl.load(old + (at + W - 1) * ssw, m & (at < 0), other=0.0), value)
+            tl.store(o_p + (n * D + d) * (W - 1) + j, value, m)
 
 
-@triton.jit(do_not_specialize=["T"])
-def window_kernel(
-    x_p, s_p, cu_p, out_p, sxb, sxt, ssn, ssd, ssw, D, T,
-    BD: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, HAS_S: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N"])
+def conv_kernel(
+    xa_p, wa_p, sa_p, ya_p, oa_p, xb_p, wb_p, sb_p, yb_p, ob_p, xc_p, wc_p, sc_p, yc_p, oc_p, cu_p,
+    xab, xat, san, sad, saw, DA, xbb, xbt, sbn, sbd, sbw, DB, xcb, xct, scn, scd, scw, DC, T, N,
+    BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
+    PACKED: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """The last W - 1 inputs of a sequence, older ones from its own initial window: out [N, D, W - 1], contiguous."""
+    """One program a block of BT tokens of one sequence and BD channels of one of COUNT tensors: row after row, the window
+    in registers, so that an input is read once. y [B, T, D] and windows o [N, D, W - 1] are contiguous."""
     pid = tl.program_id(0)
-    blocks = tl.cdiv(D, BD)
-    n = (pid // blocks).to(tl.int64)
-    d = (pid % blocks) * BD + tl.arange(0, BD)
-    start = n * 0
-    length = T.to(tl.int64)
-    batch = n
-    if PACKED:
-        start = tl.load(cu_p + n).to(tl.int64)
-        length = tl.load(cu_p + n + 1).to(tl.int64) - start
-        batch = n * 0
-    for j in tl.static_range(W - 1):
-        at = length - (W - 1) + j
-        value = tl.load(x_p + batch * sxb + (start + at) * sxt + d, (d < D) & (at >= 0), other=0.0)
-        if HAS_S:
-            old = tl.load(s_p + n * ssn + d * ssd + (at + W - 1) * ssw, (d < D) & (at < 0), other=0.0)
-            value = tl.where(at < 0, old, value)
-        tl.store(out_p + (n * D + d) * (W - 1) + j, value, d < D)
+    NA = tl.cdiv(DA, BD)
+    blocks = NA
+    if COUNT > 1:
+        NB = tl.cdiv(DB, BD)
+        blocks += NB
+    if COUNT > 2:
+        blocks += tl.cdiv(DC, BD)
+    block = pid % blocks
+    n, batch, start, length, first = locate(pid // blocks, cu_p, T, N, BT, PACKED)
+    if (first >= length) & (first > 0):
+        return
+    if block < NA:
+        _forward(xa_p, wa_p, sa_p, ya_p, oa_p, xab, xat, san, sad, saw, DA, block, n, batch, start, length, first, T,
+                 BT, BD, STEP, W, HAS_S, SILU, QUICK)  # fmt: skip
+    elif COUNT > 1:
+        if block < NA + NB:
+            _forward(xb_p, wb_p, sb_p, yb_p, ob_p, xbb, xbt, sbn, sbd, sbw, DB, block - NA, n, batch, start, length,
+                     first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK)  # fmt: skip
+        elif COUNT > 2:
+            _forward(xc_p, wc_p, sc_p, yc_p, oc_p, xcb, xct, scn, scd, scw, DC, block - NA - NB, n, batch, start,
+                     length, first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK)  # fmt: skip
 
 
 @triton.jit

@@ -1,41 +1,120 @@
-"""Launch and registration of the convolution kernels."""
+"""Launches of the convolution kernels: one, two or three tensors of the same tokens in each."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel, window_kernel
-from openkda.ops.triton.api import ceil_div, launch
+from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel
+from openkda.ops.short_conv.triton.gradient import conv_gradient_kernel
+from openkda.ops.triton.api import QUICK, ceil_div, launch
 
-BT, BD = 64, 512
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
-_LIBRARY.define("short_conv(Tensor x, Tensor weight, Tensor? state, Tensor? cu, bool silu) -> (Tensor, Tensor)")
-_LIBRARY.define("short_conv_step(Tensor x, Tensor weight, Tensor state, bool silu) -> (Tensor, Tensor)")
+BT, BD, STEP, WARPS = 64, 512, 8, 4
+GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, GRADIENT_WARPS = 64, 256, 4, 4
+GROUPS = 256
+"""Rows of partial sums of dw: with one row a block of tokens, a pack of many short members would need more memory for them
+than its tokens take."""
+
+Tensors = Sequence[Tensor]
 
 
-def _conv(x: Tensor, weight: Tensor, state: Tensor | None, cu: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    weight, cu = weight.contiguous(), None if cu is None else cu.contiguous()
-    B, T, D = x.shape
-    W = weight.shape[1]
+def conv(
+    xs: Tensors,
+    weights: Tensors,
+    states: Tensors,
+    cu: Tensor | None,
+    silu: bool,
+    settings: tuple[int, ...] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(y [B, T, D], final window [N, D, W - 1]) of each x; states: one for each x, or none at all.
+
+    settings: (BT, BD, STEP, warps), the measured ones by default.
+    """
+    B, T, _ = xs[0].shape
+    W = weights[0].shape[1]
     N = B if cu is None else cu.numel() - 1
-    y, window = torch.empty((B, T, D), dtype=x.dtype, device=x.device), x.new_empty(N, D, W - 1)
-    strides = (0, 0, 0) if state is None else state.stride()
-    slots = B * ceil_div(T, BT) if cu is None else T // BT + N
-    flags = (W, cu is not None, state is not None)
-    if slots and D:
-        steps = (*x.stride()[:2], *y.stride()[:2], *strides, D)
-        constants = (BT, BD, *flags, silu)
-        launch(conv_kernel, slots * ceil_div(D, BD), (x, weight, state, cu, y), steps, (T, N), constants, 4, x.device)
-    if N and D:
-        steps = (*x.stride()[:2], *strides, D)
-        launch(window_kernel, N * ceil_div(D, 256), (x, state, cu, window), steps, (T,), (256, *flags), 4, x.device)
-    return y, window
+    device, dtype = xs[0].device, xs[0].dtype
+    ys = [torch.empty(x.shape, dtype=dtype, device=device) for x in xs]
+    windows = [torch.empty((N, x.shape[2], W - 1), dtype=dtype, device=device) for x in xs]
+    bt, bd, step, warps = settings or (BT, BD, STEP, WARPS)
+    slots = B * max(ceil_div(T, bt), 1) if cu is None else T // bt + N
+    tensors: list[Tensor | None] = []
+    steps: list[int] = []
+    for i, x in enumerate(xs):
+        x = unit_stride(x)
+        state = states[i] if states else None
+        tensors += (x, contiguous(weights[i]), state, ys[i], windows[i])
+        steps += (*x.stride()[:2], *((0, 0, 0) if state is None else state.stride()), x.shape[2])
+    count = len(xs)
+    blocks = sum(ceil_div(x.shape[2], bd) for x in xs)
+    if slots and blocks:
+        launch(
+            conv_kernel, slots * blocks,
+            (*tensors, *(None,) * (5 * (3 - count)), None if cu is None else contiguous(cu)),
+            (*steps, *(0,) * (6 * (3 - count))), (T, N),
+            (bt, bd, step, count, W, cu is not None, bool(states), silu, QUICK), warps, device,
+        )  # fmt: skip
+    return ys, windows
 
 
-def _step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
-    x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
+def conv_gradient(
+    xs: Tensors,
+    weights: Tensors,
+    states: Tensors,
+    cu: Tensor | None,
+    dys: Sequence[Tensor | None],
+    dfinals: Sequence[Tensor | None],
+    silu: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """(dx, dw in float32, dstate in x's dtype) of each x; dys, dfinals: None for a result without a gradient."""
+    B, T, _ = xs[0].shape
+    W = weights[0].shape[1]
+    N = B if cu is None else cu.numel() - 1
+    device, dtype = xs[0].device, xs[0].dtype
+    slots = B * max(ceil_div(T, GRADIENT_BT), 1) if cu is None else T // GRADIENT_BT + N
+    group = max(ceil_div(slots, GROUPS), 1)
+    groups = ceil_div(slots, group)
+    has_final = any(f is not None for f in dfinals)
+    new = lambda *shape, like=dtype: torch.empty(shape, dtype=like, device=device)  # noqa: E731
+    dxs = [new(*x.shape) for x in xs]
+    partial = [new(groups, 4, x.shape[2], like=torch.float32) for x in xs]
+    dstates = [new(N, x.shape[2], W - 1) for x in xs] if states else []
+    tensors: list[Tensor | None] = []
+    steps: list[int] = []
+    for i, x in enumerate(xs):
+        D = x.shape[2]
+        x = unit_stride(x)
+        state, dy, df = states[i] if states else None, dys[i], dfinals[i]
+        dy = torch.zeros((), dtype=dtype, device=device).expand(x.shape) if dy is None else dy
+        dy = unit_stride(dy)
+        if has_final and df is None:
+            df = torch.zeros((N, D, W - 1), dtype=dtype, device=device)
+        tensors += (
+            x, contiguous(weights[i]), state, dy, df, dxs[i], dstates[i] if states else None, partial[i],
+        )  # fmt: skip
+        steps += (
+            *x.stride()[:2], *((0, 0, 0) if state is None else state.stride()), *dy.stride()[:2],
+            *((0, 0, 0) if df is None else df.stride()), D,
+        )  # fmt: skip
+    count = len(xs)
+    blocks = sum(ceil_div(x.shape[2], GRADIENT_BD) for x in xs)
+    if groups and blocks:
+        launch(
+            conv_gradient_kernel, groups * blocks,
+            (*tensors, *(None,) * (8 * (3 - count)), None if cu is None else contiguous(cu)),
+            (*steps, *(0,) * (11 * (3 - count))), (T, N, slots, group),
+            (GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, count, W, cu is not None, bool(states), has_final, silu),
+            GRADIENT_WARPS, device,
+        )  # fmt: skip
+    dws = [p.sum(0)[4 - W :].t().contiguous() for p in partial]
+    return dxs, dws, dstates
+
+
+def step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
+    """One token: (y [N, D], new window [N, D, W - 1])."""
+    x, weight = unit_stride(x), contiguous(weight)
     N, D = x.shape
     y, new = x.new_empty(N, D), x.new_empty(state.shape)
     if N and D:
@@ -44,18 +123,9 @@ def _step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor,
     return y, new
 
 
-def _fake_conv(x, weight, state, cu, silu):
-    N = x.shape[0] if cu is None else cu.numel() - 1
-    return x.new_empty(x.shape), x.new_empty(N, x.shape[2], weight.shape[1] - 1)
+def unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _fake_step(x, weight, state, silu):
-    return x.new_empty(x.shape), x.new_empty(state.shape)
-
-
-for _name, _run, _fake in (("short_conv", _conv, _fake_conv), ("short_conv_step", _step, _fake_step)):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"openkda::{_name}", _fake, lib=_LIBRARY)
-
-conv_op = torch.ops.openkda.short_conv.default
-step_op = torch.ops.openkda.short_conv_step.default
+def contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()

@@ -1,0 +1,140 @@
+"""Backward of the short convolution: one walk over the tokens of a block gives dx, the state's gradient and a partial dw.
+
+    u = sum_j w_j x_{t-3+j}      du_t = dy_t silu'(u_t)      dx_s = sum_j w_j du_{s+3-j}      dw_j = sum_t du_t x_{t-3+j}
+
+dx of a token needs du of the next three, so a program walks three tokens beyond its own and sums dw over its own only. The
+programs' partial sums are added in a second stage: no atomics, two runs are bit-equal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from openkda.ops.short_conv.triton.conv import before, locate, mix, taps
+from openkda.ops.triton.api import sigmoid
+
+
+@triton.jit
+def _block(
+    x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
+    sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
+    BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr,
+    SILU: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of the block's tokens, and with its sequence's first block ds; returns dw's sums with this block added."""
+    x_p += batch * sxb + start * sxt + d
+    g_p += batch * sgb + start * sgt + d
+    dx_p += (batch * T + start) * D + d
+    old = x_p
+    ds = ds_p
+    f = f_p
+    if HAS_S:
+        old = s_p + n * ssn + d * ssd
+        ds = ds_p + (n * D + d) * (W - 1)
+    if HAS_F:
+        f = f_p + n * sfn + d * sfd
+    a = tl.zeros([BD], tl.float32)
+    b = a
+    if W == 4:
+        a = before(x_p, old, sxt, ssw, first - 3, m, W, HAS_S)
+    if W >= 3:
+        b = before(x_p, old, sxt, ssw, first - 2, m, W, HAS_S)
+    c = before(x_p, old, sxt, ssw, first - 1, m, W, HAS_S)
+    stop = tl.minimum(first + BT, length)
+    ua = tl.zeros([BD], tl.float32)
+    ub = ua
+    uc = ua
+    for t0 in range(first, stop + 3, STEP):
+        for j in tl.static_range(STEP):
+            t = t0 + j
+            live = m & (t < tl.minimum(stop + 3, length))
+            at = t.to(tl.int64)
+            x = tl.load(x_p + at * sxt, live, other=0.0).to(tl.float32)
+            u = tl.load(g_p + at * sgt, live, other=0.0).to(tl.float32)
+            if SILU:
+                y = mix(a, b, c, x, wa, wb, wc, wx, W)
+                s = sigmoid(y)
+                u *= s * (1.0 + y * (1.0 - s))
+            own = tl.where(t < stop, u, 0.0)
+            if W == 4:
+                pa += own * a
+            if W >= 3:
+                pb += own * b
+            pc += own * c
+            px += own * x
+            dx = mix(u, uc, ub, ua, wa, wb, wc, wx, W)  # of token t - 3
+            e = t - 3
+            if HAS_F:
+                last = (e >= length - (W - 1)) & (e >= 1 - W) & (e < length)
+                dx += tl.load(f + (e - length + W - 1) * sfw, m & last, other=0.0).to(tl.float32)
+            tl.store(dx_p + e.to(tl.int64) * D, dx.to(dx_p.dtype.element_ty), m & (e >= first) & (e < stop))
+            if HAS_S:
+                tl.store(ds + e + W - 1, dx.to(ds_p.dtype.element_ty), m & (first == 0) & (e < 0) & (e >= 1 - W))
+            a, b, c = b, c, x
+            ua, ub, uc = ub, uc, u
+    return pa, pb, pc, px
+
+
+@triton.jit
+def _walk(
+    x_p, w_p, s_p, g_p, f_p, dx_p, ds_p, dw_p, sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D,
+    block, group, cu_p, T, N, slots, GROUP,
+    BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr,
+    HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """GROUP consecutive blocks of tokens, BD channels of one tensor: their sum of dw goes to row `group` of dw_p [., 4, D]."""
+    d = block * BD + tl.arange(0, BD)
+    m = d < D
+    wa, wb, wc, wx = taps(w_p, d, m, W, BD)
+    pa = tl.zeros([BD], tl.float32)
+    pb = pa
+    pc = pa
+    px = pa
+    for slot in range(group * GROUP, tl.minimum(group * GROUP + GROUP, slots)):
+        n, batch, start, length, first = locate(slot, cu_p, T, N, BT, PACKED)
+        if (first < length) | (first == 0):
+            pa, pb, pc, px = _block(
+                x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
+                sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
+                BT, BD, STEP, W, HAS_S, HAS_F, SILU,
+            )  # fmt: skip
+    p = dw_p + group.to(tl.int64) * 4 * D + d
+    tl.store(p, pa, m)
+    tl.store(p + D, pb, m)
+    tl.store(p + 2 * D, pc, m)
+    tl.store(p + 3 * D, px, m)
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots", "GROUP"])
+def conv_gradient_kernel(
+    xa_p, wa_p, sa_p, ga_p, fa_p, dxa_p, dsa_p, dwa_p, xb_p, wb_p, sb_p, gb_p, fb_p, dxb_p, dsb_p, dwb_p,
+    xc_p, wc_p, sc_p, gc_p, fc_p, dxc_p, dsc_p, dwc_p, cu_p,
+    xab, xat, san, sad, saw, gab, gat, fan, fad, faw, DA, xbb, xbt, sbn, sbd, sbw, gbb, gbt, fbn, fbd, fbw, DB,
+    xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw, DC, T, N, slots, GROUP,
+    BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
+    PACKED: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """One program GROUP blocks of BT tokens and BD channels of one of COUNT tensors. dx [B, T, D], ds [N, D, W - 1]."""
+    pid = tl.program_id(0)
+    NA = tl.cdiv(DA, BD)
+    blocks = NA
+    if COUNT > 1:
+        NB = tl.cdiv(DB, BD)
+        blocks += NB
+    if COUNT > 2:
+        blocks += tl.cdiv(DC, BD)
+    block = pid % blocks
+    group = pid // blocks
+    if block < NA:
+        _walk(xa_p, wa_p, sa_p, ga_p, fa_p, dxa_p, dsa_p, dwa_p, xab, xat, san, sad, saw, gab, gat, fan, fad, faw, DA,
+              block, group, cu_p, T, N, slots, GROUP, BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU)  # fmt: skip
+    elif COUNT > 1:
+        if block < NA + NB:
+            _walk(xb_p, wb_p, sb_p, gb_p, fb_p, dxb_p, dsb_p, dwb_p, xbb, xbt, sbn, sbd, sbw, gbb, gbt, fbn, fbd, fbw,
+                  DB, block - NA, group, cu_p, T, N, slots, GROUP,
+                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU)  # fmt: skip
+        elif COUNT > 2:
+            _walk(xc_p, wc_p, sc_p, gc_p, fc_p, dxc_p, dsc_p, dwc_p, xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw,
+                  DC, block - NA - NB, group, cu_p, T, N, slots, GROUP,
+                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU)  # fmt: skip
