@@ -6,7 +6,7 @@
 The model is the preset "100m" with a vocabulary of 32,768 (9 KDA and 3 Gated MLA layers); the text is the Python standard
 library's source as bytes, packed into windows of 8,192 tokens with document borders kept. Both runs go through
 `openkda.training.train` with the same seed: float32 parameters, bfloat16 autocast, Muon and AdamW. For the peer the layers'
-`kda`, `short_conv`, `rms_norm` and `gated_rms_norm` are fla's functions; everything else is the same code.
+`kda`, `short_convs`, `rms_norm` and `gated_rms_norm` are fla's functions; everything else is the same code.
 
 Time is that of whole optimizer steps, median after the warm-up. MFU counts 6 FLOPs a matrix parameter and token, causal
 attention inside each document, and 21 K V a head and token for KDA's recurrence, over the data sheet's dense bfloat16 peak.
@@ -94,8 +94,14 @@ def fla_ops() -> Iterator[None]:
         )  # fmt: skip
         return KDAOutput(o, state)
 
-    def conv(x: Tensor, weight: Tensor, *, cu_seqlens: Tensor | None, **_: Any) -> tuple[Tensor, None]:
-        return causal_conv1d(x, weight, activation="silu", cu_seqlens=wide(cu_seqlens))[0], None
+    def convs(
+        xs: list[Tensor], weights: list[Tensor], *, cu_seqlens: Tensor | None = None, **_: Any
+    ) -> tuple[Any, None]:
+        """Without final states: training asks for none, and fla's have another layout."""
+        cu = wide(cu_seqlens)
+        return [
+            causal_conv1d(x, w, activation="silu", cu_seqlens=cu)[0] for x, w in zip(xs, weights, strict=True)
+        ], None
 
     def gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm_gated(x, gate, weight, None, activation="sigmoid", eps=eps)
@@ -103,7 +109,7 @@ def fla_ops() -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in (
             ("kda.kda", kda),
-            ("short_conv.short_conv", conv),
+            ("kda.short_convs", convs),
             ("norm.rms_norm", lambda x, weight, eps: rms_norm(x, weight, None, eps=eps)),
             ("norm.gated_rms_norm", gated),
         ):
