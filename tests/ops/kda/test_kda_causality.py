@@ -82,14 +82,50 @@ def test_huge_future_values(gate: str | None, P: int) -> None:
 
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus", None])
+@pytest.mark.parametrize("P", [1, 15, 16, 17, 47, 63, 64, 65, 128])
+def test_no_gradient_comes_out_of_what_overflowed_later(gate: str | None, P: int) -> None:
+    """1e30 from P on, a loss of the outputs before: 0 times infinity is NaN, in every sum over the chunk and its state."""
+    x = inputs(130, gate)
+    for names in (("q", "k", "v", "beta"), ("k", "beta"), ("k",), ("v", "beta")):
+        huge, zero = x, x
+        for name in names:
+            huge, zero = with_future(huge, P, name, 1e30), with_future(zero, P, name, 0.0)
+        got, want = (gradients(seen_until(y, P), impl="chunkwise") for y in (huge, zero))
+        for name in want.keys() - {"o", "S", *(f"d{n}" for n in TOKENS)}:
+            assert torch.equal(got[name], want[name]), f"{name} with {names}"
+        for name in TOKENS:
+            assert torch.equal(got[f"d{name}"][:, :P], want[f"d{name}"][:, :P]), f"d{name} with {names}"
+            assert not bool(got[f"d{name}"][:, P:].any()), f"d{name} with {names}"
+
+
+def test_only_what_no_gradient_reaches_is_left_out() -> None:
+    """Grouped heads, two rows, segments of one chunk: row 0 is read until 70, row 1 to its end, and its second head nowhere."""
+    x = make_inputs(7, B=2, T=200, H=2, HV=4, K=16, gate="softplus")
+    x.do[0, 70:], x.do[:, :, 1] = 0, 0
+    x.dS[0], x.dS[:, 1] = 0, 0
+    y = replace(x, **{n: getattr(x, n).clone() for n in ("q", "k", "v", "beta")})
+    for name in ("q", "k", "v", "beta"):
+        getattr(y, name)[0, 70:] = 1e30
+    got, want = gradients(y, impl="chunkwise"), gradients(x, impl="chunkwise")
+    for name in TOKENS:
+        assert torch.equal(got[f"d{name}"][1], want[f"d{name}"][1])
+        assert torch.equal(got[f"d{name}"][0, :70], want[f"d{name}"][0, :70])
+        assert not bool(got[f"d{name}"][0, 70:].any())
+    assert torch.equal(got["dinitial_state"], want["dinitial_state"])
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus", None])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_later_token_that_is_no_number(gate: str | None, value: float) -> None:
     """Each input alone, from token 40 on: the tiles before that token's hold what they would have held."""
     x = inputs(70, gate)
     want = outputs(x, impl="chunkwise")["o"][:, :32]
     for name in TOKENS:
-        got = outputs(with_future(x, 40, name, value), impl="chunkwise")["o"][:, :32]
+        y = with_future(x, 40, name, value)
+        got = outputs(y, impl="chunkwise")["o"][:, :32]
         torch.testing.assert_close(got, want, msg=lambda m, name=name: f"{name}: {m}")
+        found = gradients(seen_until(y, 32), impl="chunkwise")
+        assert all(bool(torch.isfinite(g).all()) for n, g in found.items() if n not in ("o", "S")), name
 
 
 def test_neighbour_of_nan_in_the_pack_and_in_the_batch() -> None:

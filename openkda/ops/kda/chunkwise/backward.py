@@ -36,7 +36,37 @@ def segment_backward(
     t: the segment's rows, [c, N, C, ...], padding zero. E, states [c, NH, ..]: from the forward. do: [c, N, C, HV, V].
     dS: [NH, K, V] of the state that leaves.
     Returns the gradients of t in its order (rows; A_log and dt_bias summed) and dS of the state that entered.
+
+    What no gradient reaches may have overflowed, and infinity times a gradient of 0 is NaN. If anything comes out that is not
+    finite, it is computed again without those tokens: equal to the bit for all others, and exactly 0 for them.
     """
+    results, entering, finite = _segment_backward(seg, t, opts, E, states, do, dS)
+    if not finite:
+        t, E, states = _without_unread(t, E, states, do, dS)
+        results, entering, _ = _segment_backward(seg, t, opts, E, states, do, dS)
+    return results, entering
+
+
+def _without_unread(t: Tokens, E: Tensor, states: Tensor, do: Tensor, dS: Tensor) -> tuple[Tokens, Tensor, Tensor]:
+    """t, E and states with zeros for every token, query head by query head, after which all gradients are 0."""
+    c, N, C, H, _ = t.q.shape
+    group = t.g.shape[3] // H
+    read = do.ne(0).any(-1).unflatten(3, (H, group)).any(-1).transpose(1, 0).flatten(1, 2)  # [N, c C, H]
+    later = read.flip(1).cumsum(1).flip(1) > 0
+    later |= dS.ne(0).view(N, 1, H, -1).any(-1)
+    later = later.unflatten(1, (c, C)).transpose(1, 0)  # [c, N, C, H]
+    values = later.repeat_interleave(group, 3)
+    q, k = (torch.where(later.unsqueeze(-1), x, 0) for x in (t.q, t.k))
+    v, g = (torch.where(values.unsqueeze(-1), x, 0) for x in (t.v, t.g))
+    rows = Tokens(q, k, v, g, torch.where(values, t.beta, 0), t.A_log, t.dt_bias)
+    heads = values.transpose(2, 3).flatten(1, 2)  # [c, NH, C]
+    return rows, torch.where(heads.unsqueeze(-1), E, 0), torch.where(heads.any(-1)[..., None, None], states, 0)
+
+
+def _segment_backward(
+    seg: Segment, t: Tokens, opts: Settings, E: Tensor, states: Tensor, do: Tensor, dS: Tensor
+) -> tuple[list[Tensor | None], Tensor, bool]:
+    """See `segment_backward`; also whether all is finite: a NaN or infinity anywhere also stands in one of these sums."""
     leaves = Tokens(*(None if x is None else x.detach().requires_grad_() for x in t))  # type: ignore[arg-type]
     with torch.enable_grad():
         prepared = prologue(leaves, opts)
@@ -56,7 +86,9 @@ def segment_backward(
     given = iter(torch.autograd.grad(prepared, inputs, upstream))
     dv = rows_first(D[:, 1], HV, seg.shape).neg()
     grads = [None if x is None else dv if name == "v" else next(given) for name, x in leaves._asdict().items()]
-    return grads, dSs[0]
+    sums = [x.sum() for x in (dlog, db, dSs[0], *grads[5:]) if x is not None]
+    finite = bool(torch.isfinite(torch.stack(sums)).all())
+    return grads, dSs[0], finite
 
 
 def _walk_back(f: Factors, do: Tensor, dS: Tensor, c: int) -> tuple[Tensor, Tensor]:
