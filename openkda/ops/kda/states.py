@@ -14,7 +14,12 @@ def compute_dtype(call: KDACall) -> torch.dtype:
 
 
 def load_states(call: KDACall) -> Tensor:
-    """[N, HV, K, V] in the compute dtype, a fresh tensor: zeros, the initial states, or the pool's slots (-1: zeros)."""
+    """As `read_states`, in memory of its own and contiguous."""
+    return read_states(call).to(memory_format=torch.contiguous_format, copy=True)
+
+
+def read_states(call: KDACall) -> Tensor:
+    """[N, HV, K, V] in the compute dtype: zeros, the initial states themselves, or the pool's slots (-1: zeros)."""
     HV, K = call.g.shape[2:]
     S, slots = call.initial_state, call.state_indices
     if S is None:
@@ -25,7 +30,7 @@ def load_states(call: KDACall) -> Tensor:
         S = torch.where((slots >= 0).view(-1, 1, 1, 1), S, 0)  # not a product: an unused slot may hold NaN
     if call.state_v_first:
         S = S.transpose(-1, -2)
-    return S.to(compute_dtype(call), copy=True, memory_format=torch.contiguous_format)
+    return S.to(compute_dtype(call))
 
 
 def store_states(call: KDACall, S: Tensor) -> Tensor | None:

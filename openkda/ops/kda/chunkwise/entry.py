@@ -11,7 +11,7 @@ from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans, no_autocast
 from openkda.ops.kda.chunkwise.compiled import kda_chunkwise_op, spans_of
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens, prologue
-from openkda.ops.kda.states import compute_dtype, load_states, outgoing, store_states
+from openkda.ops.kda.states import compute_dtype, load_states, outgoing, read_states, store_states
 
 
 def refusals(call: KDACall) -> list[str]:
@@ -57,13 +57,15 @@ def step(call: KDACall) -> tuple[Tensor, Tensor]:
 
 def _step(call: KDACall) -> tuple[Tensor, Tensor]:
     opts = _settings(call)
-    S = load_states(call)
     q, k, log_a, b = (x.squeeze(1) for x in prologue(_tokens(call, flat=False), opts))
     group = log_a.shape[1] // q.shape[1]
-    q, k = (x.repeat_interleave(group, 1).unsqueeze(-2) for x in (q, k))
-    S = S + S * torch.expm1(log_a).unsqueeze(-1)  # S exp(log_a): a decay near 1 is never rounded (it would drift)
-    error = call.v.squeeze(1).to(opts.dtype).unsqueeze(-2) - k @ S
-    S = S + k.transpose(-1, -2) * (b[..., None, None] * error)
+    if group > 1:
+        q, k = (x.repeat_interleave(group, 1) for x in (q, k))
+    q, k, v = q.unsqueeze(-2), k.unsqueeze(-2), call.v.squeeze(1).to(opts.dtype).unsqueeze(-2)
+    # Two passes over the state, which is most of what a step touches: S exp(log_a) and S + k (x) error.
+    S = read_states(call)
+    S = torch.addcmul(S, S, torch.expm1(log_a).unsqueeze(-1))  # a decay near 1 is never rounded (it would drift)
+    S = torch.addcmul(S, k.transpose(-1, -2), (v - k @ S) * b[..., None, None])
     o = (q @ S).squeeze(-2)
     if call.state_indices is not None:
         o = torch.where((call.state_indices >= 0).view(-1, 1, 1), o, 0)
