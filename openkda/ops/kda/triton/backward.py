@@ -17,15 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from openkda.ops.kda.triton.gradients import gradients_kernel, sums
-from openkda.ops.kda.triton.launch import CHUNK, EPS, Args, state_strides
-from openkda.ops.kda.triton.prepare import prepare_kernel
+from openkda.ops.kda.triton.launch import EPS, Args, state_strides
+from openkda.ops.kda.triton.prepare64 import prepare64_kernel
 from openkda.ops.kda.triton.products import products_kernel
 from openkda.ops.kda.triton.replay import replay_kernel
 from openkda.ops.kda.triton.reverse_scan import reverse_scan_kernel
 from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
 C = 64
-SAVE = C // CHUNK
 MAX_EXACT = 128
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -41,69 +40,70 @@ def backward(
     B, T, H, HV, K, V = a.sizes
     N, BK = a.num_sequences, padded(K)
     sequences = N if chain is None else chain.numel() - 1
-    slots, saves = (B * ceil_div(T, c) if a.cu is None else T // c + N for c in (CHUNK, C))
+    slots = B * ceil_div(T, C) if a.cu is None else T // C + N
     exact = a.exact or _needs_exact(a)
     op = torch.float32 if exact else torch.float16 if a.l2norm else torch.bfloat16
     keep = torch.float32 if exact else torch.float16
+    small = op if a.l2norm else torch.float32
     prec = "tf32x3" if exact else "tf32"
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
-    factors, tm, decay = new(3, HV, slots, CHUNK, BK, dtype=op), new(HV, slots, 2, CHUNK, CHUNK), new(HV, slots, BK)
+    factors, tm, decay = new(3, HV, slots, C, BK, dtype=op), new(HV, slots, 2, C, C, dtype=small), new(HV, slots, BK)
     kd, qd, ke = factors.unbind()
-    token = new(HV, slots, 3, CHUNK) if a.l2norm else decay
+    norm = new(HV, slots, 2, C) if a.l2norm else decay
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
+    BC, warps = _prepare_settings(BK, exact)
     launch(
-        prepare_kernel, slots * HV,
-        (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token),
+        prepare64_kernel, slots * HV,
+        (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, _sums(keep, o.device), kd, qd, ke, tm, decay, norm),
         (*qkg, *a.beta.stride()), (T, N, slots, a.bound, EPS),
-        (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, False,
-         _TL[op], prec, prec, prec, True, a.l2norm), 1, o.device,
+        (HV, HV // H, K, BK, BC, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, _TL[op], prec), warps, o.device,
     )  # fmt: skip
 
-    s, u = new(HV, saves, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
-    s_unit, u_unit = (decay, decay) if exact else (new(HV, saves, V), new(HV, slots, V))
+    s, u = new(HV, slots, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
+    s_unit, u_unit = (decay, decay) if exact else (new(HV, slots, V), new(HV, slots, V))
     BV, warps, stages = _scan_settings(BK, padded(V), exact)
     walks = ceil_div(V, BV) * HV
-    sizes = (HV, K, BK, V, BV, CHUNK, SAVE, packed)
+    sizes = (HV, K, BK, V, BV, C, packed)
     kinds = (_TL[keep], _TL[op], prec, stages)
     launch(
         replay_kernel, walks * N, (a.v, u, a.cu, a.state, s, u_unit, s_unit, kd, ke, tm, decay),
-        (*steps_of(a.v), *state_strides(a.state, a.v_first)), (T, N, slots, saves),
+        (*steps_of(a.v), *state_strides(a.state, a.v_first)), (T, N, slots),
         (*sizes, a.state is not None, *kinds), warps, o.device,
     )  # fmt: skip
 
-    ds, dd = new(HV, saves, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
+    ds, dd = new(HV, slots, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
     dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
-    ds_unit, dd_unit = (decay, decay) if exact else (new(HV, saves, V), new(HV, slots, V))
+    ds_unit, dd_unit = (decay, decay) if exact else (new(HV, slots, V), new(HV, slots, V))
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     launch(
         reverse_scan_kernel, walks * sequences,
         (do, dv, dd, a.cu, chain, ds1, ds0, ds, dd_unit, ds_unit, kd, qd, ke, tm, decay),
-        (*do_steps, *steps_of(dd), *state_strides(ds1, a.v_first)), (T, N, slots, saves, a.scale),
+        (*do_steps, *steps_of(dd), *state_strides(ds1, a.v_first)), (T, N, slots, a.scale),
         (*sizes, chain is not None, ds1 is not None, want_ds0, do is not None, *kinds), warps, o.device,
     )  # fmt: skip
     del factors, kd, qd, ke, tm
 
-    d, d_unit = new(HV, saves, 2, C, C, dtype=keep), new(HV, saves)
+    d, d_unit = new(HV, slots, 2, C, C, dtype=keep), new(HV, slots)
     dbeta, rows = new(B, T, HV), new(2, B, T, HV)
     BV, warps, stages = _products_settings(padded(V), exact)
     launch(
-        products_kernel, saves * HV, (a.v, a.beta, a.cu, o, do, u, dd, u_unit, dd_unit, d, d_unit, dbeta, rows),
-        (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, saves, slots, a.scale),
+        products_kernel, slots * HV, (a.v, a.beta, a.cu, o, do, u, dd, u_unit, dd_unit, d, d_unit, dbeta, rows),
+        (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, a.scale),
         (HV, V, BV, C, packed, a.l2norm, a.sigmoid, do is not None, _TL[keep], prec, not exact, stages), warps, o.device,
     )  # fmt: skip
 
     dq, dk = (new(B, T, HV, K, dtype=a.q.dtype if HV == H else torch.float32) for _ in "qk")
     dz = new(B, T, HV, K, dtype=a.g.dtype)
-    d_bias, d_A = (new(saves, HV, K) if has else None for has in (has_dt, has_A))
+    d_bias, d_A = (new(slots, HV, K) if has else None for has in (has_dt, has_A))
     BS, BV, warps, stages = _gradients_settings(BK, padded(V), exact)
     launch(
-        gradients_kernel, BK // BS * saves * HV,
+        gradients_kernel, BK // BS * slots * HV,
         (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, d, d_unit,
-         _sums(keep, o.device), token, rows, dq, dk, dz, d_bias, d_A),
-        (*qkg, *do_steps), (B, T, N, saves, slots, a.bound, a.scale),
+         _sums(keep, o.device), norm, rows, dq, dk, dz, d_bias, d_A),
+        (*qkg, *do_steps), (B, T, N, slots, a.bound, a.scale),
         (HV, HV // H, K, BK, BS, V, BV, a.gate, has_A, has_dt, packed, a.l2norm, do is not None, _TL[keep], _TL[op],
          tl.float32 if op == torch.float16 else _TL[op], prec, not exact, stages), warps, o.device,
     )  # fmt: skip
@@ -121,13 +121,18 @@ def _scan_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int]:
     """(BV, warps, pipeline stages) of the two walks. At BK = 256 blocks of 64 spilled 134 times, blocks of 32 nowhere."""
     if exact:
         return 16, 8 if BK > 64 else 4, 2
-    return (min(32, BV), 8, 2) if BK > 128 else (min(64, BV), 4, 3)
+    return (min(32, BV), 8, 2) if BK > 128 else (min(64, BV), 8, 2)
 
 
 def _needs_exact(a: Args) -> bool:
     """Keys of any length would leave float16's range; bfloat16 operands, whose range is float32's, miss the promised 6e-3
     (dq 6.6e-3 at worst for random keys, 2.3e-2 for keys of one direction). Above 128 channels they are what is left."""
     return not a.l2norm and a.q.shape[-1] <= MAX_EXACT
+
+
+def _prepare_settings(BK: int, exact: bool) -> tuple[int, int]:
+    """(channels at a time, warps) of `prepare64_kernel`."""
+    return (16, 4) if exact else (min(32, BK), 4)
 
 
 def _products_settings(BV: int, exact: bool) -> tuple[int, int, int]:

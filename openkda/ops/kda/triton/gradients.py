@@ -64,17 +64,17 @@ def row_scaled(x, OP: tl.constexpr):
 
 
 @triton.jit
-def _tokens(p, m):
+def tokens(p, m):
     return tl.load(p, m, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_scaled(p, p_unit, x, m, HV: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr):
-    """[64, BV] of U or dD in float32. In 16 bits every 16 tokens and value channel have a power of two in `unit`."""
+    """[64, BV] of U or dD in float32. In 16 bits every chunk and value channel have a power of two in `unit`."""
     t = tl.arange(0, 64)
     y = tl.load(p + (t * (HV * V))[:, None] + x[None, :], m, other=0.0).to(tl.float32)
     if UNITS:
-        y *= tl.load(p_unit + (t // 16 * V)[:, None] + x[None, :], m, other=0.0)
+        y *= tl.load(p_unit + x, x < V, other=0.0)[None, :]
     return y
 
 
@@ -107,7 +107,7 @@ def _from_states(
         both += pair
         if HAS_DO:
             t = tl.arange(0, 64)
-            do = _tokens(p_do + (t[:, None] * sot + x[None, :]), m)
+            do = tokens(p_do + (t[:, None] * sot + x[None, :]), m)
             if UNITS:
                 do *= s_unit[None, :]
             a, down = row_scaled(do, KEEP)
@@ -134,7 +134,13 @@ def _gate_gradient(dg, z, g2, rate, bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def _sums(which: tl.constexpr, sums_p, g, PREC: tl.constexpr):
+def across(i, j, b: tl.constexpr):
+    """Pairs of level b: row i in the second and column j in the first half of one run of 2b tokens."""
+    return (i // b % 2 == 1) & (j // b % 2 == 0) & (i // (2 * b) == j // (2 * b))
+
+
+@triton.jit
+def level_sums(which: tl.constexpr, sums_p, g, PREC: tl.constexpr):
     """A matrix of zeros and ones of `SUMS` times the log decays: sums of numbers of one sign, never a difference."""
     t = tl.arange(0, 64)
     w = tl.load(sums_p + which * 4096 + t[:, None] * 64 + t[None, :])
@@ -156,8 +162,8 @@ def _inside_tiles(
     dM = tl.where(i > j, dM, 0.0)
     dq = own * k  # a token with itself: no decay between, so nothing for dP
     dk = own * q
-    w = tl.broadcast_to((j <= i).to(g.dtype), [4, 16, 16])
     if GATE == GATE_BOUNDED:
+        w = tl.broadcast_to((j <= i).to(g.dtype), [4, 16, 16])
         x = tl.dot(w, g, input_precision=PREC) - bound * (8.0 * LOG2E)
         up = tl.exp2(x)
         down = tl.exp2(-x)
@@ -213,19 +219,19 @@ def _between_tiles(p_d, b: tl.constexpr, sums_p, q, k, g, unit, OP: tl.constexpr
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
-    m = (i // b % 2 == 1) & (j // b % 2 == 0) & (i // (2 * b) == j // (2 * b))
+    m = across(i, j, b)
     M = tl.load(p_d + i * 64 + j, m, other=0.0).to(OP)
     A = tl.load(p_d + 4096 + i * 64 + j, m, other=0.0).to(OP)
-    e = tl.exp2(_sums(2 if b == 32 else 3, sums_p, g, PREC))
+    e = tl.exp2(level_sums(2 if b == 32 else 3, sums_p, g, PREC))
     return _both_ways(M, A, tl.trans(M), tl.trans(A), q, k, e, i // b % 2 == 1, unit, OP, PREC)
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
+@triton.jit(do_not_specialize=["B", "T", "N", "slots"])
 def gradients_kernel(
     q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, do_p, u_p, dd_p, s_p, ds_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
     d_p, d_unit_p, sums_p, norm_p, rows_p, dq_p, dk_p, dz_p, ddt_p, dA_log_p,
     sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh, sob, sot, soh,
-    B, T, N, slots, tiles, bound, scale,
+    B, T, N, slots, bound, scale,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, HAS_DO: tl.constexpr, KEEP: tl.constexpr, OP: tl.constexpr, WIDE: tl.constexpr, PREC: tl.constexpr,
@@ -233,8 +239,8 @@ def gradients_kernel(
 ):  # fmt: skip
     """One program a chunk of 64 tokens, value head and slice of BS channels.
 
-    u, dd [B, T, HV, V] with units [HV, tiles, V]; s, ds [HV, slots, V, BK] with units [HV, slots, V]; d [HV, slots, 2, 64, 64]
-    with d_unit [HV, slots] from `products.py`; norm [HV, tiles, 3, 16] from `prepare.py`, rows [2, B, T, HV] from
+    u, dd [B, T, HV, V] with units [HV, slots, V]; s, ds [HV, slots, V, BK] with units [HV, slots, V]; d [HV, slots, 2, 64, 64]
+    with d_unit [HV, slots] from `products.py`; norm [HV, slots, 2, 64] from `prepare64.py`, rows [2, B, T, HV] from
     `products.py`. Writes dq, dk, dz [B, T, HV, K], ddt and dA_log [slots, HV, K].
     """
     C: tl.constexpr = 64
@@ -249,14 +255,12 @@ def gradients_kernel(
         start = tl.load(cu_p + n).to(tl.int64)
         first = (slot - (start // C + n)) * C
         length = tl.load(cu_p + n + 1).to(tl.int64) - start
-        tile0 = start // 16 + n + first // 16
         batch = n * 0
     else:
         per = tl.cdiv(T, C)
         batch = slot // per
         first = (slot % per) * C
         length = T.to(tl.int64)
-        tile0 = batch * tl.cdiv(T, 16) + first // 16
         start = batch * 0
     m_c = c < K
     p_sum = (slot * HV + h) * K + c
@@ -272,7 +276,7 @@ def gradients_kernel(
     p_q = q_p + batch * sqb + h // GROUP * sqh + row * sqt
     p_k = k_p + batch * skb + h // GROUP * skh + row * skt
     p_z = g_p + batch * sgb + h * sgh + row * sgt
-    p_norm = norm_p + (h * tiles + tile0) * 48
+    p_norm = norm_p + block * (2 * C)
     p_d = d_p + block * (2 * C * C)
     unit = tl.load(d_unit_p + block)
     rate = 1.0
@@ -290,26 +294,24 @@ def gradients_kernel(
     p_do = do_p
     if HAS_DO:
         p_do = do_p + batch * sob + h * soh + row * sot
-    tile = (h * tiles + tile0) * V
     dqd, dkd, dke, both = _from_states(
-        p_do, sot, u_p + at * V, dd_p + at * V, s_p + block * (V * BK), ds_p + block * (V * BK), u_unit_p + tile,
-        dd_unit_p + tile, s_unit_p + block * V, ds_unit_p + block * V, real, c, HV, HAS_DO, V, BV, BK, BS, KEEP, PREC, UNITS,
+        p_do, sot, u_p + at * V, dd_p + at * V, s_p + block * (V * BK), ds_p + block * (V * BK), u_unit_p + block * V,
+        dd_unit_p + block * V, s_unit_p + block * V, ds_unit_p + block * V, real, c, HV, HAS_DO, V, BV, BK, BS, KEEP, PREC, UNITS,
         STAGES,
     )  # fmt: skip
-    q = _tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
-    k = _tokens(p_k + (t[:, None] * skt + c[None, :]), m)
-    at_norm = t // 16 * 48 + t % 16
+    q = tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
+    k = tokens(p_k + (t[:, None] * skt + c[None, :]), m)
     if L2NORM:
-        q *= tl.load(p_norm + 16 + at_norm, real, other=0.0)[:, None]
-        k *= tl.load(p_norm + at_norm, real, other=0.0)[:, None]
-    g = log2_decay(_tokens(p_z + (t[:, None] * sgt + c[None, :]), m) + bias[None, :], rate, bound, GATE)
+        q *= tl.load(p_norm + C + t)[:, None]
+        k *= tl.load(p_norm + t)[:, None]
+    g = log2_decay(tokens(p_z + (t[:, None] * sgt + c[None, :]), m) + bias[None, :], rate, bound, GATE)
     g = tl.where(m, g, 0.0)
     whole = tl.sum(g, axis=0)
     g = g.to(GT)
-    near = tl.exp2(_sums(0, sums_p, g, PREC))
+    near = tl.exp2(level_sums(0, sums_p, g, PREC))
     dq = dqd * near * scale
     dkd *= near
-    dke *= tl.exp2(_sums(1, sums_p, g, PREC))
+    dke *= tl.exp2(level_sums(1, sums_p, g, PREC))
     dk = dke - dkd
     dP = q * dq - k * (dkd + dke)
     carry = both * tl.exp2(whole) + tl.sum(k * dke, axis=0)
@@ -325,13 +327,13 @@ def gradients_kernel(
     t3 = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
     real3 = t3 < left
     m3 = real3[:, :, None] & m_c[None, None, :]
-    q = _tokens(p_q + (t3[:, :, None] * sqt + c[None, None, :]), m3)
-    k = _tokens(p_k + (t3[:, :, None] * skt + c[None, None, :]), m3)
+    q = tokens(p_q + (t3[:, :, None] * sqt + c[None, None, :]), m3)
+    k = tokens(p_k + (t3[:, :, None] * skt + c[None, None, :]), m3)
     if L2NORM:
-        q *= tl.load(p_norm + t3 // 16 * 48 + 16 + t3 % 16, real3, other=0.0)[:, :, None]
-        k *= tl.load(p_norm + t3 // 16 * 48 + t3 % 16, real3, other=0.0)[:, :, None]
+        q *= tl.load(p_norm + C + t3)[:, :, None]
+        k *= tl.load(p_norm + t3)[:, :, None]
     g = log2_decay(
-        _tokens(p_z + (t3[:, :, None] * sgt + c[None, None, :]), m3) + bias[None, None, :], rate, bound, GATE
+        tokens(p_z + (t3[:, :, None] * sgt + c[None, None, :]), m3) + bias[None, None, :], rate, bound, GATE
     )
     q1, d, p = _inside_tiles(p_d, q, k, tl.where(m3, g, 0.0).to(GT), unit, bound, GATE, OP, WIDE, PREC)
     dq += tl.reshape(q1, [C, BS])
@@ -343,16 +345,16 @@ def gradients_kernel(
         p_rows = rows_p + at
         along_q = tl.load(p_rows + t * HV, real, other=0.0)
         along_k = tl.load(p_rows + B.to(tl.int64) * T * HV + t * HV, real, other=0.0)
-        q_norm = tl.load(p_norm + 16 + at_norm, real, other=0.0)
-        k_norm = tl.load(p_norm + at_norm, real, other=0.0)
-        q = _tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
-        k = _tokens(p_k + (t[:, None] * skt + c[None, :]), m)
+        q_norm = tl.load(p_norm + C + t)
+        k_norm = tl.load(p_norm + t)
+        q = tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
+        k = tokens(p_k + (t[:, None] * skt + c[None, :]), m)
         dq = q_norm[:, None] * (dq - q * (q_norm * along_q)[:, None])
         dk = k_norm[:, None] * (dk - k * (k_norm * along_k)[:, None])
     out = t[:, None] * (HV * K) + c[None, :]
     tl.store(dq_p + at * K + out, dq.to(dq_p.dtype.element_ty), m)
     tl.store(dk_p + at * K + out, dk.to(dk_p.dtype.element_ty), m)
-    z = _tokens(p_z + (t[:, None] * sgt + c[None, :]), m) + bias[None, :]
+    z = tokens(p_z + (t[:, None] * sgt + c[None, :]), m) + bias[None, :]
     g2 = tl.where(m, log2_decay(z, rate, bound, GATE), 0.0)
     dz, dA_log = _gate_gradient(dg, z, g2, rate, bound, GATE)
     tl.store(dz_p + at * K + out, dz.to(dz_p.dtype.element_ty), m)

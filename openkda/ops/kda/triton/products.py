@@ -26,19 +26,19 @@ from openkda.ops.kda.triton.gradients import load_scaled, row_scaled
 from openkda.ops.kda.triton.prepare import BETA_FLOOR
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles", "sbb", "sbt", "sbh"])
+@triton.jit(do_not_specialize=["B", "T", "N", "slots", "sbb", "sbt", "sbh"])
 def products_kernel(
     v_p, beta_p, cu_p, o_p, do_p, u_p, dd_p, u_unit_p, dd_unit_p,
     d_p, d_unit_p, dbeta_p, rows_p,
     svb, svt, svh, sbb, sbt, sbh, sob, sot, soh,
-    B, T, N, slots, tiles, scale,
+    B, T, N, slots, scale,
     HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, HAS_DO: tl.constexpr,
     OP: tl.constexpr, PREC: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and value head.
 
-    v and do are strided; o, u, dd [B, T, HV, V] and dbeta [B, T, HV] contiguous; u_unit, dd_unit [HV, tiles, V].
+    v and do are strided; o, u, dd [B, T, HV, V] and dbeta [B, T, HV] contiguous; u_unit, dd_unit [HV, slots, V].
     Writes d [HV, slots, 2, C, C] = dM, dA and d_unit [HV, slots]; rows [2, B, T, HV] = q . dq and k . dk (with L2NORM).
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -49,14 +49,12 @@ def products_kernel(
         start = tl.load(cu_p + n).to(tl.int64)
         first = (slot - (start // C + n)) * C
         length = tl.load(cu_p + n + 1).to(tl.int64) - start
-        tile0 = start // 16 + n + first // 16
         batch = n * 0
     else:
         per = tl.cdiv(T, C)
         batch = slot // per
         first = (slot % per) * C
         length = T.to(tl.int64)
-        tile0 = batch * tl.cdiv(T, 16) + first // 16
         start = batch * 0
     if first >= length:
         return
@@ -66,7 +64,6 @@ def products_kernel(
     base = (batch * T + row) * HV + h
     at = base + t * HV
     block = h * slots + slot
-    tile = (h * tiles + tile0) * V
     if HAS_DO:
         p_do = do_p + batch * sob + h * soh + row * sot
     p_v = v_p + batch * svb + h * svh + row * svt
@@ -78,8 +75,8 @@ def products_kernel(
     for v0 in tl.range(0, V, BV, num_stages=STAGES):
         x = v0 + tl.arange(0, BV)
         m = real[:, None] & (x < V)[None, :]
-        u = load_scaled(u_p + base * V, u_unit_p + tile, x, m, HV, V, UNITS)
-        dd = load_scaled(dd_p + base * V, dd_unit_p + tile, x, m, HV, V, UNITS)
+        u = load_scaled(u_p + base * V, u_unit_p + block * V, x, m, HV, V, UNITS)
+        dd = load_scaled(dd_p + base * V, dd_unit_p + block * V, x, m, HV, V, UNITS)
         ua, u_down = row_scaled(u, OP)
         da, d_down = row_scaled(dd, OP)
         dA += tl.dot(da, tl.trans(ua), input_precision=PREC) * (d_down[:, None] * u_down[None, :])

@@ -2,7 +2,7 @@
 
     D = v^T - S^T kd^T        U = D T^T        S^T <- S^T Diag(decay) + U ke
 
-as in `scan.py`, without outputs; it leaves U, and S at the start of every SAVE-th chunk. In 16 bits both are float16 with a
+as in `scan.py`, without outputs; it leaves U, and S at the start of every chunk. In 16 bits both are float16 with a
 power of two a value channel (and chunk): the operands of the walk itself, so keeping them costs no rounding of its own.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import power_of_two, round_mantissa
+from openkda.ops.kda.triton.gate_math import power_of_two
 
 
 @triton.jit
@@ -33,19 +33,28 @@ def scaled_dot(x, kept, down, w, OP: tl.constexpr, PREC: tl.constexpr):
         return tl.dot(x.to(OP), w, input_precision=PREC)
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "saves"])
+@triton.jit
+def small_dot(x, kept, down, w, PREC: tl.constexpr):
+    """x w for T or M of a chunk."""
+    if tl.float16 == w.dtype:
+        return tl.dot(kept, w) * down[:, None]
+    else:
+        return tl.dot(x, w, input_precision=PREC)
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots"])
 def replay_kernel(
     v_p, u_p, cu_p, s0_p, s_p, u_unit_p, s_unit_p,
     kd_p, ke_p, tm_p, decay_p,
     svb, svt, svh, s0n, s0h, s0k, s0v,
-    T, N, slots, saves,
+    T, N, slots,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_S0: tl.constexpr, KEEP: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+    PACKED: tl.constexpr, HAS_S0: tl.constexpr, KEEP: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, value head, block of BV value channels).
 
-    s [HV, saves, V, BK] and u [B, T, HV, V], with units [HV, saves, V] and [HV, slots, V] in 16 bits.
+    s [HV, slots, V, BK] and u [B, T, HV, V], each with units [HV, slots, V] in 16 bits.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -56,14 +65,12 @@ def replay_kernel(
         start = tl.load(cu_p + n).to(tl.int64)
         length = (tl.load(cu_p + n + 1).to(tl.int64) - start).to(tl.int32)
         slot = start // C + n
-        save = start // (C * SAVE) + n
         batch = n * 0
     else:
         start = n * 0
         length = T
         batch = n
         slot = n * tl.cdiv(T, C)
-        save = n * tl.cdiv(T, C * SAVE)
     t = tl.arange(0, C)
     c = tl.arange(0, BK)
     S = tl.zeros([BV, BK], tl.float32)
@@ -75,8 +82,8 @@ def replay_kernel(
     p_wide = block * (C * BK) + t[:, None] * BK + c[None, :]
     p_square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
-    p_s = s_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
-    p_s_unit = s_unit_p + (h * saves + save) * V + x
+    p_s = s_p + block * (V * BK) + x[:, None] * BK + c[None, :]
+    p_s_unit = s_unit_p + block * V + x
     p_u_unit = u_unit_p + block * V + x
     p_v = v_p + batch * svb + h * svh + (start + t)[:, None] * svt + x[None, :]
     p_u = u_p + ((batch * T + start + t)[:, None] * HV + h) * V + x[None, :]
@@ -88,12 +95,12 @@ def replay_kernel(
         decay = tl.load(p_decay)
         vt = tl.trans(tl.load(p_v, m_v, other=0.0)).to(tl.float32)
         kept, down = scaled(S, KEEP)
-        if i % SAVE == 0:
-            tl.store(p_s + (i // SAVE) * (V * BK), kept, (x < V)[:, None])
-            if tl.float16 == KEEP:
-                tl.store(p_s_unit + (i // SAVE) * V, down, x < V)
+        tl.store(p_s, kept, (x < V)[:, None])
+        if tl.float16 == KEEP:
+            tl.store(p_s_unit, down, x < V)
         D = vt - scaled_dot(S, kept, down, tl.trans(kd), OP, PREC)
-        U = tl.dot(round_mantissa(D, PREC), tl.trans(T1), input_precision=PREC)
+        kept, down = scaled(D, KEEP)
+        U = small_dot(D, kept, down, tl.trans(T1), PREC)
         kept, down = scaled(U, KEEP)
         tl.store(p_u, tl.trans(kept), m_v)
         if tl.float16 == KEEP:
@@ -102,6 +109,8 @@ def replay_kernel(
         p_wide += C * BK
         p_square += 2 * C * C
         p_decay += BK
+        p_s += V * BK
+        p_s_unit += V
         p_u_unit += V
         p_v += C * svt
         p_u += C * (HV * V)

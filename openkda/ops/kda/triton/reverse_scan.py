@@ -9,7 +9,7 @@ and its reverse, from the gradient dS' of the leaving state and do of the output
     dU = scale M^T do + ke dS'      dD = T^T dU      dS = Diag(decay) dS' + scale qd^T do - kd^T dD
 
 dD is the gradient of v. A program owns BV value channels of one head of one sequence, holds dS^T [BV, BK] in float32
-registers, and leaves dD, and dS' of every SAVE chunks (for `products.py`).
+registers, and leaves dD, and dS' of every chunk (for `gradients.py`).
 
 float16 operands carry a power of two per value channel, since nothing bounds a gradient; dD and dS' are kept as those
 operands, beside dD in v's dtype. T and M, which are small, are met in tf32, which has float32's range.
@@ -23,17 +23,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import round_mantissa
-from openkda.ops.kda.triton.replay import scaled, scaled_dot
+from openkda.ops.kda.triton.replay import scaled, scaled_dot, small_dot
 
 
 @triton.jit
 def _walk(
     dS, n, h, x,
     do_p, dv_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
-    sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, saves, scale,
+    sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DO: tl.constexpr,
+    PACKED: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DO: tl.constexpr,
     KEEP: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dS^T [BV, BK] of the state after sequence n -> that of the state before it."""
@@ -41,14 +40,12 @@ def _walk(
         start = tl.load(cu_p + n).to(tl.int64)
         length = (tl.load(cu_p + n + 1).to(tl.int64) - start).to(tl.int32)
         slot = start // C + n
-        save = start // (C * SAVE) + n
         batch = n * 0
     else:
         start = n * 0
         length = T
         batch = n
         slot = n * tl.cdiv(T, C)
-        save = n * tl.cdiv(T, C * SAVE)
     t = tl.arange(0, C)
     c = tl.arange(0, BK)
     if HAS_DS1:
@@ -60,8 +57,8 @@ def _walk(
     p_wide = block * (C * BK) + t[:, None] * BK + c[None, :]
     p_square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
-    p_ds = ds_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
-    p_ds_unit = ds_unit_p + (h * saves + save) * V + x
+    p_ds = ds_p + block * (V * BK) + x[:, None] * BK + c[None, :]
+    p_ds_unit = ds_unit_p + block * V + x
     p_dd_unit = dd_unit_p + block * V + x
     row = start + (chunks - 1) * C + t
     if HAS_DO:
@@ -71,7 +68,6 @@ def _walk(
     p_dd = dd_p + at
     for i in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - i
-        leaves = (chunk % SAVE == SAVE - 1) | (i == 0)
         m_v = (t < length - chunk * C)[:, None] & (x < V)[None, :]
         kd = tl.load(kd_p + p_wide)
         qd = tl.load(qd_p + p_wide)
@@ -80,18 +76,18 @@ def _walk(
         M1 = tl.load(p_square + C * C)
         decay = tl.load(p_decay)
         kept, down = scaled(dS, KEEP)
-        if leaves:
-            tl.store(p_ds + (chunk // SAVE) * (V * BK), kept, (x < V)[:, None])
-            if tl.float16 == KEEP:
-                tl.store(p_ds_unit + (chunk // SAVE) * V, down, x < V)
+        tl.store(p_ds, kept, (x < V)[:, None])
+        if tl.float16 == KEEP:
+            tl.store(p_ds_unit, down, x < V)
         dU = scaled_dot(dS, kept, down, tl.trans(ke), OP, PREC)
         dS *= decay[None, :]
         if HAS_DO:
             dot = tl.trans(tl.load(p_do, m_v, other=0.0)).to(tl.float32) * scale
-            dU = tl.dot(round_mantissa(dot, PREC), M1, dU, input_precision=PREC)
             kept, down = scaled(dot, KEEP)
+            dU += small_dot(dot, kept, down, M1, PREC)
             dS += scaled_dot(dot, kept, down, qd, OP, PREC)
-        dD = tl.dot(round_mantissa(dU, PREC), T1, input_precision=PREC)
+        kept, down = scaled(dU, KEEP)
+        dD = small_dot(dU, kept, down, T1, PREC)
         kept, down = scaled(dD, KEEP)
         dS -= scaled_dot(dD, kept, down, kd, OP, PREC)
         tl.store(p_dv, tl.trans(dD).to(dv_p.dtype.element_ty), m_v)
@@ -106,22 +102,24 @@ def _walk(
         p_dv -= C * sdt
         p_dd -= C * sdt
         p_dd_unit -= V
+        p_ds -= V * BK
+        p_ds_unit -= V
     return dS
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "saves"])
+@triton.jit(do_not_specialize=["T", "N", "slots"])
 def reverse_scan_kernel(
     do_p, dv_p, dd_p, cu_p, chain_p, ds1_p, ds0_p, ds_p, dd_unit_p, ds_unit_p,
     kd_p, qd_p, ke_p, tm_p, decay_p,
     sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v,
-    T, N, slots, saves, scale,
+    T, N, slots, scale,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    SAVE: tl.constexpr, PACKED: tl.constexpr, CHAIN: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DS0: tl.constexpr,
+    PACKED: tl.constexpr, CHAIN: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DS0: tl.constexpr,
     HAS_DO: tl.constexpr, KEEP: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, value head, block of BV value channels).
 
-    dv and dd [B, T, HV, V], ds [HV, saves, V, BK], with units [HV, slots, V] of dd and [HV, saves, V] of ds in 16 bits, where
+    dv and dd [B, T, HV, V], ds [HV, slots, V, BK], each of dd and ds with units [HV, slots, V] in 16 bits, where
     dd is not dv; ds0 [N, HV, K, V]. With CHAIN sequence n is the members chain[n] .. chain[n + 1] - 1 of the pack.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -137,15 +135,15 @@ def reverse_scan_kernel(
             dS = _walk(
                 dS, first + members - 1 - back, h, x,
                 do_p, dv_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
-                sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, saves, scale,
-                K, BK, V, C, SAVE, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
+                sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, scale,
+                K, BK, V, C, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
             )  # fmt: skip
     else:
         dS = _walk(
             dS, n, h, x,
             do_p, dv_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
-            sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, saves, scale,
-            K, BK, V, C, SAVE, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
+            sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, scale,
+            K, BK, V, C, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
         )  # fmt: skip
     if HAS_DS0:
         c = tl.arange(0, BK)
