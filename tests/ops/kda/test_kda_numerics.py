@@ -167,6 +167,29 @@ def test_l2norm_of_zero_and_tiny_rows(size: float) -> None:
     assert rel(torch.stack(rows, 1)[:, :5], want["o"][:, :5]) < 2e-5
 
 
+@pytest.mark.parametrize("size", [1e10, 1e17, 1e19, 1e25, 3e37])
+def test_l2norm_of_huge_rows(size: float) -> None:
+    """Squares overflow float32 from 1.8e19 on; what they are normalised to does not, nor its gradient. The other rows keep
+    their bits."""
+    x = make_inputs(9, T=40, H=1, HV=2, K=16, unit_keys=False, use_qk_l2norm=True)
+    plain = outputs(x, impl="chunkwise")["o"][:, :20]
+    for t in (x.q, x.k):
+        t[:, 20:25] *= size / t[:, 20:25].abs().amax(-1, keepdim=True)
+    assert torch.equal(outputs(x, impl="chunkwise")["o"][:, :20], plain)
+    want = gradients(x.to(dtype=torch.float64), impl="reference")
+    got = gradients(x, impl="chunkwise")
+    for name in ("dq", "dk"):
+        got[name][:, 20:25] *= size  # into the range where relative errors mean something
+        want[name][:, 20:25] *= size
+    check_errors(got, want, 2e-5, 1e-4)
+    state = x.initial_state
+    for t in range(25):
+        o, state = kda_step(
+            x.q[:, t], x.k[:, t], x.v[:, t], x.g[:, t], x.beta[:, t], state, gate=x.gate, use_qk_l2norm=True
+        )
+        assert rel(o, want["o"][:, t]) < 2e-5
+
+
 @pytest.mark.parametrize("T", [64, 192])
 @pytest.mark.parametrize("part", ["state", "inputs", "both"])
 def test_state_path_and_input_path_apart(part: str, T: int) -> None:

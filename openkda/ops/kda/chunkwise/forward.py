@@ -12,11 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import transform_refusals
 from openkda.ops.kda.chunkwise.plan import TILE
 from openkda.ops.kda.chunkwise.solve import causal_product, unit_lower_inverse
 from openkda.ops.kda.chunkwise.tiles import STATE_FLOOR, TILE_RANGE, TOTAL_FLOOR, Sums, decay, scores
 from openkda.ops.kda.gate import Gate
 from openkda.ops.norm.api import L2NORM_EPS
+
+LONGEST = {torch.float32: 1e10, torch.float64: 1e100}
+"""Up to this length of a row the dtype holds its squares and, for the gradient, the cube of its inverse length."""
 
 
 class Tokens(NamedTuple):
@@ -53,15 +57,25 @@ def prologue(t: Tokens, opts: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]
     q, k, g, beta = (x.to(opts.dtype) for x in (t.q, t.k, t.g, t.beta))
     scale: float | Tensor = opts.scale
     if opts.use_qk_l2norm:
-        scale, k = opts.scale * _inverse_length(q), k * _inverse_length(k)
+        (q, inverse), (k, of_k) = _inverse_length(q), _inverse_length(k)
+        scale, k = opts.scale * inverse, k * of_k
     if opts.gate is not None:
         g = replace(opts.gate, A_log=t.A_log, dt_bias=t.dt_bias)(g)  # type: ignore[arg-type]
     return q * scale, k, g, torch.sigmoid(beta) if opts.use_beta_sigmoid else beta
 
 
-def _inverse_length(x: Tensor) -> Tensor:
-    """1 / sqrt(sum x^2 + 1e-6) over the last axis, kept; vector_norm is one pass where square and sum are two."""
-    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + L2NORM_EPS)
+def _inverse_length(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x and 1 / sqrt(sum x^2 + 1e-6) over the last axis, kept; vector_norm is one pass where square and sum are two. Rows too
+    long for that come back divided by their largest value, which changes neither the product nor its gradient."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    eps: float | Tensor = L2NORM_EPS
+    values_unknown = torch.compiler.is_compiling() or bool(transform_refusals())
+    if values_unknown or (length.numel() and bool(length.detach().max() > LONGEST[x.dtype])):
+        largest = x.detach().abs().amax(-1, keepdim=True)
+        unit = torch.where(length.detach() > LONGEST[x.dtype], largest, 1.0)
+        x, eps = x / unit, L2NORM_EPS / unit / unit
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x, torch.rsqrt(length.square() + eps)
 
 
 def heads_first(x: Tensor, HV: int) -> Tensor:
