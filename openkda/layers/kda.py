@@ -26,7 +26,7 @@ from openkda.layers.state import KDAState
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
-from openkda.ops.short_conv.api import short_conv_step
+from openkda.ops.short_conv.api import short_conv_step, short_convs
 
 DT_RANGE = (1e-3, 1e-1)  # dt_bias starts as the inverse softplus of a log-uniform draw from here
 A_RANGE = (1.0, 16.0)  # exp(A_log) of the softplus gate starts uniform here; A_log of the bounded gate starts at 0
@@ -96,10 +96,13 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
         if state is not None and cu_seqlens is None and x.shape[1] == 1 and self._inference():
             y, new = self._step(x, state)
             return y, new if return_state else None
-        conv = (None, None, None) if state is None else (state.conv_q, state.conv_k, state.conv_v)
-        q, conv_q = self.q_conv1d(self.q_proj(x), conv[0], cu_seqlens, return_state)
-        k, conv_k = self.k_conv1d(self.k_proj(x), conv[1], cu_seqlens, return_state)
-        v, conv_v = self.v_conv1d(self.v_proj(x), conv[2], cu_seqlens, return_state)
+        (q, k, v), tails = short_convs(  # one launch for all three
+            (self.q_proj(x), self.k_proj(x), self.v_proj(x)),
+            [conv.weight[:, 0] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)],
+            initial_states=None if state is None else (state.conv_q, state.conv_k, state.conv_v),
+            output_final_state=return_state,
+            cu_seqlens=cu_seqlens,
+        )
         o, recurrent, _ = kda(
             self._split(q, self.key_dim),
             self._split(k, self.key_dim),
@@ -117,8 +120,8 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
         y = self._output(o, x)
         if not return_state:
             return y, None
-        assert recurrent is not None and conv_q is not None and conv_k is not None and conv_v is not None
-        return y, KDAState(recurrent, conv_q, conv_k, conv_v)
+        assert recurrent is not None and tails is not None  # for the type checker
+        return y, KDAState(recurrent, *tails)
 
     def _step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
         """One token for every sequence: x [N, 1, hidden_size]."""

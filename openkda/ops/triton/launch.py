@@ -164,7 +164,7 @@ def record(
 def _find(
     t: Tensor | None, addresses: list[int | None], made: Sequence[Tensor], inputs: int
 ) -> int | tuple[int, int] | None:
-    """Place of a kernel's argument in the list of addresses, -1 for None; (place, offset) inside a tensor that the call made."""
+    """Place of a kernel's argument in the list of addresses, -1 for None; (place, offset) inside what the call made."""
     if t is None:
         return -1
     a = t.data_ptr()

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from openkda.ops.kda.api import KDAOutput, kda, kda_step
-from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block, kda_block_commit
 from openkda.ops.norm.api import gated_rms_norm, rms_norm
-from openkda.ops.short_conv.api import short_conv, short_conv_step
+from openkda.ops.short_conv.api import short_conv, short_conv_step, short_convs
 from openkda.testing.cases import KDACase
 from openkda.testing.compare import check_close
 from openkda.testing.inputs import KDAInputs, make_inputs
@@ -238,6 +238,36 @@ def check_block(device: str, dtype: torch.dtype, gates: tuple[str, ...] = ("boun
                 check_close("fresh state", x, y, limit)
 
 
+def check_commit(device: str, dtype: torch.dtype) -> None:
+    """The state of any accepted length, in any slot, is what a step over that many tokens leaves; nothing else is touched."""
+    limit = {F32: 2e-5, BF16: 4e-3, F16: 1e-3}[dtype]
+    for T, sizes, W in ((5, (1, 2, 24, 40), 4), (2, (2, 2, 16, 16), 4), (3, (2, 4, 16, 16), 2)):
+        tokens, weights, state = block_inputs(4, T, sizes, W, 7, device, dtype)
+        gate = (
+            make_inputs(0, T=1, H=sizes[0], HV=sizes[1], K=sizes[2], gate="bounded").to(dtype=F32, device=device).gate
+        )
+        slots = torch.tensor([5, -1, 2, 0], device=device)
+        options: dict[str, Any] = {"weights": weights, "gate": gate, "slots": slots, "impl": "triton"}
+        with torch.no_grad():
+            every = kda_block(*tokens, state=state, keep="all", **options)
+            for accepted in ((1, 1, 0, T), (T, 2, 1, 0), (2, 0, T, 1)):
+                counts = torch.tensor(accepted, dtype=torch.int32, device=device)
+                pool = BlockState(*(t.clone() for t in state.tensors()))
+                assert kda_block_commit(every.states, *tokens[:3], counts, state=pool, slots=slots) is pool
+                for n, (slot, count) in enumerate(zip(slots.tolist(), accepted, strict=True)):
+                    if slot < 0 or not count:
+                        continue
+                    want = BlockState(*(t.clone() for t in state.tensors()))
+                    some = (x[n : n + 1, :count] for x in tokens)
+                    kda_block(*some, state=want, **{**options, "slots": slots[n : n + 1]})
+                    for got, w in zip(pool.tensors(), want.tensors(), strict=True):
+                        check_close(f"slot {slot} after {count}", got[slot], w[slot], limit)
+                touched = [s for s, a in zip(slots.tolist(), accepted, strict=True) if s >= 0 and a]
+                idle = [s for s in range(7) if s not in touched]
+                for got, old in zip(pool.tensors(), state.tensors(), strict=True):
+                    assert torch.equal(got[idle], old[idle]), "a slot of nobody was written"
+
+
 def check_conv_and_norms(device: str, dtype: torch.dtype) -> None:
     limit = {F32: 1e-6, BF16: 4e-3, F16: 1e-3}[dtype]
     gen = torch.Generator().manual_seed(0)
@@ -263,3 +293,48 @@ def check_conv_and_norms(device: str, dtype: torch.dtype) -> None:
         check_close("norm", rms_norm(x, w, 1e-5, impl="triton"), rms_norm(x, w, 1e-5, impl="reference"), limit)
         a, b = (gated_rms_norm(x, gate, w, 1e-5, impl=i) for i in ("triton", "reference"))
         check_close("gated norm", a, b, limit)
+
+
+def _derived(f: Any, leaves: list[Tensor]) -> list[Tensor]:
+    """Results of f and the gradients of its leaves, for upstream gradients that depend on the results' shapes only."""
+    leaves = [t.detach().clone().requires_grad_() for t in leaves]
+    results = f(*leaves)
+    gen = torch.Generator().manual_seed(3)
+    up = [torch.randn(y.shape, generator=gen).to(y.device, y.dtype) for y in results]
+    return [*results, *torch.autograd.grad(results, leaves, up)]
+
+
+def check_conv_and_norm_gradients(device: str, dtype: torch.dtype) -> None:
+    """Against float64 on the same inputs: dx, the weights' and the states' gradients; two runs are bit-equal."""
+    limit = {F32: 2e-6, BF16: 4e-3, F16: 6e-4}[dtype]
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device, dtype)
+
+    def compare(name: str, f: Any, leaves: list[Tensor]) -> None:
+        got = _derived(lambda *a: f("triton", *a), leaves)
+        again = _derived(lambda *a: f("triton", *a), leaves)
+        want = _derived(lambda *a: f("reference", *a), [t.double() for t in leaves])
+        for i, (a, b, c) in enumerate(zip(got, again, want, strict=True)):
+            assert torch.equal(a, b), f"{name} {i}: two runs differ"
+            check_close(f"{name} {i}", a, c, limit)
+
+    channels = (40, 16, 33)
+    for W in (2, 3, 4):
+        for cu, states in ((None, False), (None, True), (torch.tensor([0, 0, 1, 3, 70, 70, 141], device=device), True)):
+            B, T, N = (2, 70, 2) if cu is None else (1, 141, 6)
+            xs, ws = [draw(B, T, D) for D in channels], [draw(D, W, dtype=F32) for D in channels]
+            ss = [draw(N, D, W - 1) for D in channels] if states else []
+
+            def convs(impl: str, *a: Tensor, cu: Tensor | None = cu) -> list[Tensor]:
+                ys, finals = short_convs(
+                    a[:3], a[3:6], initial_states=a[6:] or None, output_final_state=True, cu_seqlens=cu, impl=impl
+                )
+                assert finals is not None
+                return [*ys, *finals]
+
+            compare(f"convolution W={W}", convs, [*xs, *ws, *ss])
+    x, gate, w = draw(3, 7, 100), draw(3, 7, 100), draw(100, dtype=F32)
+    compare("norm", lambda impl, x, w: [rms_norm(x, w, 1e-5, impl=impl)], [x, w])
+    compare("gated norm", lambda impl, x, g, w: [gated_rms_norm(x, g, w, 1e-5, impl=impl)], [x, gate, w])

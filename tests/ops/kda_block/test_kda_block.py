@@ -12,7 +12,7 @@ from torch import Tensor
 from openkda.layers.kda import KimiDeltaAttention
 from openkda.models.presets import PRESETS
 from openkda.ops.kda.gate import BoundedGate, SoftplusGate
-from openkda.ops.kda_block.api import MAX_TOKENS, BlockState, BlockWeights, kda_block
+from openkda.ops.kda_block.api import MAX_TOKENS, BlockState, BlockWeights, kda_block, kda_block_commit
 from openkda.testing.compare import check_close
 
 H, HV, K, V, W = 2, 4, 8, 12, 4
@@ -129,3 +129,65 @@ def test_too_many_tokens_and_gradients_raise() -> None:
     x["q"].requires_grad_()
     with pytest.raises(NotImplementedError, match="not differentiable"):
         kda_block(**x, weights=WEIGHTS, state=state(1), gate=GATE)
+
+
+@pytest.mark.parametrize("accepted", [(0, 3, 6), (1, 2, 4), (9, 1, -2)])
+def test_commit_keeps_the_state_after_the_accepted_tokens(accepted: tuple[int, ...]) -> None:
+    """As a step over just those tokens leaves it, windows included; with slots in place, without them in a new state."""
+    x, first = tokens(3, 6), state(3)
+    every = kda_block(**x, weights=WEIGHTS, state=first, gate=GATE, keep="all")
+    assert every.states is not None
+    before = [t.clone() for t in first.tensors()]
+    inputs = (every.states, x["q"], x["k"], x["v"], torch.tensor(accepted))
+    kept = kda_block_commit(*inputs, state=first)
+    assert all(torch.equal(a, b) for a, b in zip(first.tensors(), before, strict=True))
+    pool = state(5)
+    for t, rows in zip(pool.tensors(), before, strict=True):
+        t[[4, 0, 2]] = rows
+    old = [t.clone() for t in pool.tensors()]
+    assert kda_block_commit(*inputs, state=pool, slots=torch.tensor([4, 0, 2])) is pool
+    for n, count in enumerate(min(max(a, 0), 6) for a in accepted):
+        row = BlockState(*(t[n : n + 1] for t in before))
+        want: BlockState | None = row
+        if count:
+            some = {name: y[n : n + 1, :count] for name, y in x.items()}
+            want = kda_block(**some, weights=WEIGHTS, state=row, gate=GATE).state
+        assert want is not None
+        for got, here, w in zip(kept.tensors(), pool.tensors(), want.tensors(), strict=True):
+            check_close(f"row {n} after {count}", got[n], w[0], LIMIT)
+            check_close(f"slot of row {n}", here[(4, 0, 2)[n]], w[0], LIMIT)
+    assert all(torch.equal(t[[1, 3]], o[[1, 3]]) for t, o in zip(pool.tensors(), old, strict=True))
+
+
+def test_commit_of_padded_rows_touches_nothing() -> None:
+    x, pool = tokens(2, 3), state(4)
+    slots = torch.tensor([-1, 3])
+    every = kda_block(**x, weights=WEIGHTS, state=pool, gate=GATE, keep="all", slots=slots)
+    assert every.states is not None
+    old = [t.clone() for t in pool.tensors()]
+    kda_block_commit(every.states, x["q"], x["k"], x["v"], torch.tensor([3, 0]), state=pool, slots=slots)
+    assert all(torch.equal(a, b) for a, b in zip(pool.tensors(), old, strict=True))
+
+
+def test_commit_refuses_what_does_not_fit() -> None:
+    x, pool = tokens(2, 3), state(2)
+    every = kda_block(**x, weights=WEIGHTS, state=pool, gate=GATE, keep="all").states
+    assert every is not None
+    good = {"states": every, "q": x["q"], "k": x["k"], "v": x["v"], "accepted": torch.tensor([1, 2]), "state": pool}
+    for change, error, message in (
+        ({"accepted": torch.tensor([1.0, 2.0])}, TypeError, r"accepted\.dtype"),
+        ({"accepted": torch.tensor([1])}, ValueError, r"accepted\.shape"),
+        ({"accepted": [1, 2]}, TypeError, "accepted: expected a torch.Tensor"),
+        ({"q": x["q"][:, :2]}, ValueError, r"q\.shape"),
+        ({"state": state(3)}, ValueError, "state rows"),
+        ({"states": every[0]}, ValueError, "states, q shapes"),
+    ):
+        with pytest.raises(error, match=message):
+            kda_block_commit(**{**good, **change})  # type: ignore[arg-type]
+
+
+def test_gate_parameters_of_another_size_are_refused() -> None:
+    x = tokens(2, 1)
+    for gate in (SoftplusGate(draw(HV + 1)), SoftplusGate(draw(HV), draw(K)), BoundedGate(-5.0, 1.0)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"gate\.(A_log|dt_bias)"):
+            kda_block(**x, weights=WEIGHTS, state=state(2), gate=gate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from openkda.ops.device.api import goes_direct, triton_refusals
@@ -22,8 +24,9 @@ def refusals(call: BlockCall) -> list[str]:
 
 
 def run(call: BlockCall) -> BlockOutput:
-    from openkda.ops.kda_block.triton import launch
+    from openkda.ops.kda_block.triton import launch as module
 
+    launch: Any = module
     w, gate = call.weights, call.gate
     bounded = isinstance(gate, BoundedGate)
     A_log, dt_bias = (None if t is None else _flat(t) for t in (gate.A_log, gate.dt_bias))

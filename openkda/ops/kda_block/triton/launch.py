@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -131,14 +133,15 @@ def all_direct(
     return y, states
 
 
-def run_recorded(call: BlockCall, tokens: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> BlockOutput:
+def run_recorded(call: BlockCall, tokens: Any, numbers: Any) -> BlockOutput:
     """The step on a pool or to new states; from now on calls of this key repeat its launch."""
     old, slots = call.state.tensors(), call.slots
+    step, pool = cast(Any, step_direct), cast(Any, pool_direct)
 
     def run() -> tuple[Tensor, ...]:
         if slots is None:
-            return step_direct(*tokens, *old, *numbers)
-        return (pool_direct(*tokens, *old, slots, *numbers),)
+            return step(*tokens, *old, *numbers)
+        return (pool(*tokens, *old, slots, *numbers),)
 
     w, gate = call.weights, call.gate
     own = (

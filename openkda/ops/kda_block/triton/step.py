@@ -1,4 +1,4 @@
-"""The fused decoding kernel: a program owns one query head of one sequence, its convolution windows and its states.
+"""The fused decoding kernel for several tokens: a program owns one query head of one sequence, its windows and its states.
 
 The states of the head's value heads are read once and written once; everything else stays in registers. A state tile
 [K, V] is whole, because the norm of the output needs all V channels.

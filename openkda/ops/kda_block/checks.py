@@ -1,0 +1,114 @@
+"""Checks at the door of the block's functions: every message shows what was expected and what came."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.api import BoundedGate, SoftplusGate
+from openkda.ops.kda_block.call import BlockCall, BlockState
+
+MAX_TOKENS = 64
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+def bad(name: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: expected {expected}, received {received}")
+
+
+def check_shape(name: str, t: Tensor, shape: tuple[int, ...], letters: str, like: Tensor) -> None:
+    if tuple(t.shape) != shape:
+        bad(f"{name}.shape", f"{letters} = {list(shape)}", list(t.shape))
+    if t.device != like.device:
+        bad(f"{name}.device", f"{like.device} (that of q)", t.device)
+
+
+def check_tokens(call: BlockCall) -> None:
+    q, g, out = call.q, call.g, call.out_gate
+    for name in ("q", "k", "v", "g", "beta", "out_gate"):
+        t = getattr(call, name)
+        if not isinstance(t, Tensor) or t.dtype not in _FLOATS:
+            bad(name, "a float tensor", getattr(t, "dtype", type(t).__name__), TypeError)
+    if q.dim() != 3 or g.dim() != 4 or out.dim() != 4:
+        bad(
+            "q, g, out_gate shapes", "[N, T, H * K], [N, T, HV, K], [N, T, HV, V]", [list(x.shape) for x in (q, g, out)]
+        )
+    N, T = q.shape[:2]
+    HV, K = g.shape[2:]
+    V = out.shape[3]
+    if not 1 <= T <= MAX_TOKENS:
+        bad("T", f"1 to {MAX_TOKENS} tokens (longer: short_conv and kda)", T)
+    if q.shape[2] % K or HV % max(q.shape[2] // K, 1):
+        bad("q.shape[2]", f"H * K with K = {K} and HV = {HV} a multiple of H", q.shape[2])
+    check_shape("k", call.k, tuple(q.shape), "[N, T, H * K]", q)
+    check_shape("v", call.v, (N, T, HV * V), "[N, T, HV * V]", q)
+    check_shape("g", g, (N, T, HV, K), "[N, T, HV, K]", q)
+    check_shape("beta", call.beta, (N, T, HV), "[N, T, HV]", q)
+    check_shape("out_gate", out, (N, T, HV, V), "[N, T, HV, V]", q)
+    for name in ("k", "v"):
+        if getattr(call, name).dtype != q.dtype:
+            bad(f"{name}.dtype", f"{q.dtype} (that of q)", getattr(call, name).dtype, TypeError)
+    if not isinstance(call.gate, SoftplusGate | BoundedGate):
+        bad("gate", "SoftplusGate or BoundedGate", type(call.gate).__name__, TypeError)
+    for name, count in (("A_log", HV), ("dt_bias", HV * K)):
+        t = getattr(call.gate, name)
+        if t is not None and (not isinstance(t, Tensor) or t.numel() != count or t.device != q.device):
+            got = f"{list(t.shape)} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            bad(f"gate.{name}", f"{count} values on {q.device}", got)
+
+
+def check_state(call: BlockCall) -> None:
+    w, s, q = call.weights, call.state, call.q
+    (HV, K), V = call.g.shape[2:], call.out_gate.shape[3]
+    HK, W = q.shape[2], w.conv_q.shape[-1]
+    if W not in (2, 3, 4):
+        bad("weights.conv_q.shape", "[H * K, W] with W = 2, 3 or 4", list(w.conv_q.shape))
+    rows = s.recurrent.shape[0]
+    if call.slots is None and rows != q.shape[0]:
+        bad("state rows", f"N = {q.shape[0]} (or pass slots)", rows)
+    for name, width in (("conv_q", HK), ("conv_k", HK), ("conv_v", HV * V)):
+        check_shape(f"weights.{name}", getattr(w, name), (width, W), "[channels, W]", q)
+        check_shape(f"state.{name}", getattr(s, name), (rows, width, W - 1), "[P, channels, W - 1]", q)
+        if getattr(s, name).dtype != q.dtype:
+            bad(f"state.{name}.dtype", f"{q.dtype} (that of q)", getattr(s, name).dtype, TypeError)
+    check_shape("weights.norm", w.norm, (V,), "[V]", q)
+    check_shape("state.recurrent", s.recurrent, (rows, HV, K, V), "[P, HV, K, V]", q)
+    allowed = (torch.promote_types(q.dtype, torch.float32), torch.bfloat16)
+    if s.recurrent.dtype not in allowed:
+        bad("state.recurrent.dtype", " or ".join(map(str, allowed)), s.recurrent.dtype, TypeError)
+    if call.slots is not None:
+        check_shape("slots", call.slots, (q.shape[0],), "[N]", q)
+        if call.slots.dtype not in (torch.int32, torch.int64):
+            bad("slots.dtype", "int32 or int64", call.slots.dtype, TypeError)
+
+
+def check_accepted(
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, accepted: Tensor, state: BlockState, slots: Tensor | None
+) -> None:
+    """The arguments of `kda_block_commit`."""
+    for name, t in (("states", states), ("q", q), ("k", k), ("v", v), ("accepted", accepted)):
+        if not isinstance(t, Tensor):
+            bad(name, "a torch.Tensor", type(t).__name__, TypeError)
+    if states.dim() != 5 or q.dim() != 3:
+        bad("states, q shapes", "[N, T, HV, K, V], [N, T, H * K]", [list(states.shape), list(q.shape)])
+    N, T, HV, K, V = states.shape
+    rows, HK, tail = state.recurrent.shape[0], q.shape[2], state.conv_q.shape[-1]
+    if slots is None and rows != N:
+        bad("state rows", f"N = {N} (or pass slots)", rows)
+    check_shape("q", q, (N, T, HK), "[N, T, H * K]", states)
+    check_shape("k", k, (N, T, HK), "[N, T, H * K]", q)
+    check_shape("v", v, (N, T, HV * V), "[N, T, HV * V]", q)
+    check_shape("state.recurrent", state.recurrent, (rows, HV, K, V), "[P, HV, K, V]", q)
+    for name, x in (("conv_q", q), ("conv_k", k), ("conv_v", v)):
+        window = getattr(state, name)
+        check_shape(f"state.{name}", window, (rows, x.shape[2], tail), "[P, channels, W - 1]", q)
+        if window.dtype != x.dtype:
+            bad(f"state.{name}.dtype", f"{x.dtype} (that of the tokens)", window.dtype, TypeError)
+    for name, ints in (("accepted", accepted), ("slots", slots)):
+        if ints is not None:
+            check_shape(name, ints, (N,), "[N]", q)
+            if ints.dtype not in _INTS:
+                bad(f"{name}.dtype", "int32 or int64", ints.dtype, TypeError)
