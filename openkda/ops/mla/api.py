@@ -41,7 +41,8 @@ def mla(
     """Causal softmax attention of q over latents.
 
     Args:
-        q: [B, T, H, nope + shared], any float dtype; 16-bit inputs are computed in float32 inside on a CPU.
+        q: [B, T, H, nope + shared], any float dtype, that of latent and kv_b too; 16-bit inputs are computed in float32
+            inside on a CPU, where the others may then be float32.
         latent: without `lengths` [B, T, rank + shared], the latents of exactly these tokens (packed like q).
             With `lengths` a cache [N, S, rank + shared] that already holds them: entries [0, lengths[n]) of row n are
             valid and the queries of sequence n are its LAST tokens. What lies behind the end is never read.
@@ -125,6 +126,10 @@ def _validate(call: MLACall) -> None:
             _bad(f"{name}.dtype", "a float dtype", t.dtype, TypeError)
         if t.device != q.device:
             _bad(f"{name}.device", f"{q.device} (that of q)", t.device)
+    _check_one_dtype(call)
+    for name, t in (("lengths", call.lengths), ("cu_seqlens", call.cu_seqlens)):
+        if isinstance(t, Tensor) and t.device != q.device:
+            _bad(f"{name}.device", f"{q.device} (that of q)", t.device)
     B, T, H, _ = q.shape
     if H < 1 or call.shared_dim < 0 or call.nope_dim < 1 or kv_b.shape[0] % H or call.v_dim < 1:
         _bad(
@@ -138,6 +143,15 @@ def _validate(call: MLACall) -> None:
             _bad("latent.shape", f"[B, T, R] = [{B}, {T}, {latent.shape[2]}] without lengths", list(latent.shape))
     else:
         _check_lengths(call, call.lengths, N)
+
+
+def _check_one_dtype(call: MLACall) -> None:
+    """One dtype in all products: q's, or float32 where 16-bit inputs are widened. Inside autocast torch sees to it."""
+    dtypes = [t.dtype for t in (call.q, call.latent, call.kv_b)]
+    widened = not call.q.is_cuda and call.q.dtype in (torch.float16, torch.bfloat16)
+    used = {torch.promote_types(d, torch.float32) if widened else d for d in dtypes}
+    if len(used) > 1 and not torch.is_autocast_enabled(call.q.device.type):
+        _bad("dtypes of q, latent, kv_b", "one", ", ".join(map(str, dtypes)))
 
 
 def _check_lengths(call: MLACall, lengths: Tensor, N: int) -> None:

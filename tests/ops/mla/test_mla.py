@@ -209,6 +209,33 @@ def test_arguments_of_torchs_varlen_kernel(kernel, monkeypatch: pytest.MonkeyPat
         ({"lengths": torch.tensor([4.0])}, TypeError, "int32 or int64"),
         ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "T = 4"),
         ({"cu_seqlens": torch.tensor([0, 3, 1, 4])}, ValueError, "never decrease"),
+        (
+            {"latent": torch.ones(1, 4, RANK + SHARED, dtype=torch.float64)},
+            ValueError,
+            "dtypes of q, latent, kv_b: expected one",
+        ),
+        (
+            {"latent": torch.ones(1, 4, RANK + SHARED, dtype=torch.bfloat16)},
+            ValueError,
+            "torch.float32, torch.bfloat16",
+        ),
+        ({"kv_b": torch.ones(H * (NOPE + V), RANK, dtype=torch.float16)}, ValueError, "torch.float32, torch.float16"),
+        (
+            {"q": torch.ones(1, 4, H, NOPE + SHARED, dtype=torch.float64)},
+            ValueError,
+            "received torch.float64, torch.float32",
+        ),
+        (
+            {"latent": torch.ones(1, 4, RANK + SHARED, device="meta")},
+            ValueError,
+            "latent.device: expected cpu .*received meta",
+        ),
+        ({"lengths": torch.tensor([4], device="meta")}, ValueError, "lengths.device: expected cpu .*received meta"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4], device="meta")},
+            ValueError,
+            "cu_seqlens.device: expected cpu .*received meta",
+        ),
         ({"impl": "fused"}, ValueError, "'fused'"),
         ({"impl": "absorbed"}, NotImplementedError, "lengths is None"),
     ],
