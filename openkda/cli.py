@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(f"{error.format_message()} (received: openkda {shlex.join(arguments)})", 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
-    except (ValueError, OSError, ModuleNotFoundError, NotImplementedError, FloatingPointError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, NotImplementedError, FloatingPointError, MemoryError) as error:
         if os.environ.get("OPENKDA_DEBUG"):
             raise
         _fail(str(error) or type(error).__name__, 1)

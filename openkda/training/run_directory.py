@@ -75,7 +75,7 @@ def alone(out: Path) -> Iterator[None]:
 
 @contextmanager
 def new_run(out: str | Path) -> Iterator[Path]:
-    """The directory of a new run; if the body fails, what it made there goes away again.
+    """The directory of a new run; if the body fails before a number or a checkpoint is written, what it made goes away again.
 
     Raises FileExistsError if a run is there already.
     """
@@ -93,6 +93,8 @@ def new_run(out: str | Path) -> Iterator[Path]:
     except RunBusy:
         raise
     except BaseException:
+        if (path / "metrics.jsonl").exists() or steps_of(path):
+            raise
         for entry in path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         if first_made is not None:

@@ -31,7 +31,7 @@ from openkda.training.options import (
     total_memory,
     with_settings,
 )
-from openkda.training.progress import Progress
+from openkda.training.progress import Progress, StepReport
 from openkda.training.run_directory import alone, find_checkpoint, load, new_run
 from openkda.training.token_file import TokenFile, write_token_file
 from openkda.training.trainer import Trainer
@@ -58,7 +58,8 @@ def train(options: TrainOptions, *, progress: Progress | None = None) -> TrainRe
     """Run `options` from the start.
 
     Raises ValueError or OSError for anything wrong with them, before anything is written; TrainingDiverged when a loss
-    or gradient is not finite.
+    or gradient is not finite; MemoryError when a step does not fit. A run that fails before its first number or
+    checkpoint is written leaves nothing behind.
     """
     progress = progress or Progress()
     device = choose_device(options.device)
@@ -66,12 +67,11 @@ def train(options: TrainOptions, *, progress: Progress | None = None) -> TrainRe
     config = model_config(options, tokenizer.vocab_size)
     training, held_out = _split(options)
     with new_run(options.out) as out:
-        model = _new_model(config, options.seed, device)
+        model = _new_model(config, options, device)
         sides = _write_tokens(out / "data", training, held_out, tokenizer, progress)
         need_tokens(sides[0], options.seq_len + 1, f"training on one window of seq_len = {options.seq_len}")
         need_tokens(sides[1], 2, "validation")
         trainer = Trainer(options, model, sides[0], choose_dtype(options.dtype, device))
-    with alone(out):
         return _run(trainer, tokenizer, sides[1], progress)
 
 
@@ -100,15 +100,20 @@ def resume(path: str | Path, *, settings: Sequence[str] = (), progress: Progress
         return _run(trainer, tokenizer, sides[1], progress)
 
 
-def _new_model(config: ModelConfig, seed: int, device: torch.device) -> HybridLM:
+def _new_model(config: ModelConfig, options: TrainOptions, device: torch.device) -> HybridLM:
     """A fresh model on `device`, shown to run: what is missing or refused in it raises here, before any data is read."""
-    needed = 16 * sum(count_parameters(config).values())  # float32: weights, gradients, two moments at most
+    parameters = 16 * sum(count_parameters(config).values())  # float32: weights, gradients, two moments at most
+    # Of what a step keeps of each token only what every model has: its logits, and four rows a layer.
+    tokens = options.batch_size // options.accumulate * options.seq_len
+    batch = 4 * tokens * (config.vocab_size + 4 * config.hidden_size * config.num_hidden_layers)
     there = total_memory(device)
-    if there is not None and needed > there:
+    if there is not None and parameters + batch > there:
         raise ValueError(
-            f"memory: expected at most {there / 1e9:.1f} GB on {device} for weights, gradients and optimizer, "
-            f"this model needs {needed / 1e9:.1f} GB"
+            f"memory: expected at most {there / 1e9:.1f} GB on {device}, received {parameters / 1e9:.1f} GB of weights, "
+            f"gradients and optimizer, and at least {batch / 1e9:.1f} GB for {tokens} tokens at a time "
+            "(batch_size * seq_len / accumulate)"
         )
+    seed = options.seed
     torch.manual_seed(seed)
     model = HybridLM(config)
     model.init_weights(seed)
@@ -162,7 +167,7 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, val_side: TokenFile, progress: 
         with _stop_signals() as stop:
             trainer.start_clock()
             while not trainer.finished and not stop:
-                report = trainer.advance()
+                report = _advance(trainer)
                 progress.step(report)
                 if report.step % options.log_every == 0 or trainer.finished:
                     metrics.write({k: v for k, v in dataclasses.asdict(report).items() if v is not None})
@@ -187,6 +192,21 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, val_side: TokenFile, progress: 
         seconds=trainer.seconds,
         interrupted=stop[0] if stop else None,
     )
+
+
+def _advance(trainer: Trainer) -> StepReport:
+    """One step; MemoryError with the remedy when it does not fit."""
+    try:
+        return trainer.advance()
+    except (RuntimeError, MemoryError) as error:
+        # torch has a class for a GPU's memory only; a CPU's is "[enforce fail ...] DefaultCPUAllocator: can't allocate memory"
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        o = trainer.options
+        raise MemoryError(
+            f"memory: a part of batch_size / accumulate = {o.batch_size // o.accumulate} sequences of {o.seq_len} tokens does "
+            f"not fit on {trainer.device}; raise accumulate or lower batch_size"
+        ) from error
 
 
 def _validate(trainer: Trainer, val_side: TokenFile, metrics: MetricsFile, progress: Progress) -> float:

@@ -266,6 +266,7 @@ def test_validation_text_of_its_own(options: Make, text: Path) -> None:
         ({"model": {"kda_layers": (1, 2)}}, "received holes"),
         ({"model": {"vocab_size": 100}}, "vocab_size: expected at least 257"),
         ({"preset": "kimi-k3", "model": {}}, "memory: expected at most"),
+        ({"batch_size": 2**34}, r"at least \d+\.\d GB for 206158430208 tokens at a time"),
     ],
 )
 def test_bad_options_stop_before_anything_is_written(
@@ -274,6 +275,46 @@ def test_bad_options_stop_before_anything_is_written(
     with pytest.raises((ValueError, FileNotFoundError), match=error):
         train(options("deep/run", **changes))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), torch.OutOfMemoryError("CUDA out of"),
+     MemoryError("Unable to allocate")],
+    ids=["cpu", "gpu", "numpy"],
+)  # fmt: skip
+def test_a_batch_that_does_not_fit(
+    options: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """In the first step nothing stays behind, in a later one all that was saved."""
+    calls, good = 0, trainer_module.token_loss
+
+    def token_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 8):
+            raise error
+        return good(*args, **kwargs)
+
+    monkeypatch.setattr(trainer_module, "token_loss", token_loss)
+    message = (
+        r"batch_size / accumulate = 2 sequences of 24 tokens does not fit on cpu; raise accumulate or lower batch_size"
+    )
+    with pytest.raises(MemoryError, match=message):
+        train(options("deep/run"))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(MemoryError, match=message):
+        train(options("deep/run"))
+    assert steps_of(tmp_path / "deep" / "run") == [2]
+
+
+def test_other_errors_of_a_step_are_not_taken_for_that(options: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def token_loss(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(trainer_module, "token_loss", token_loss)
+    with pytest.raises(RuntimeError, match="something else"):
+        train(options())
 
 
 def test_the_config_of_a_file(options: Make, tmp_path: Path) -> None:

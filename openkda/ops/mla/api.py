@@ -127,9 +127,10 @@ def _validate(call: MLACall) -> None:
         if t.device != q.device:
             _bad(f"{name}.device", f"{q.device} (that of q)", t.device)
     _check_one_dtype(call)
-    for name, t in (("lengths", call.lengths), ("cu_seqlens", call.cu_seqlens)):
-        if isinstance(t, Tensor) and t.device != q.device:
-            _bad(f"{name}.device", f"{q.device} (that of q)", t.device)
+    for name in ("lengths", "cu_seqlens"):
+        given = getattr(call, name)
+        if isinstance(given, Tensor) and given.device != q.device:
+            _bad(f"{name}.device", f"{q.device} (that of q)", given.device)
     B, T, H, _ = q.shape
     if H < 1 or call.shared_dim < 0 or call.nope_dim < 1 or kv_b.shape[0] % H or call.v_dim < 1:
         _bad(
