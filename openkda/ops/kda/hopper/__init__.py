@@ -54,12 +54,15 @@ def refusals(call: KDACall) -> list[str]:
 def run(call: KDACall) -> KDAOutput:
     from openkda.ops.kda.hopper import register
 
+    op = register.kda_hopper_op
     if call.needs_grad:
-        from openkda.ops.kda.hopper import autograd  # noqa: F401  (hangs the Triton backward on the op)
+        from openkda.ops.kda.hopper import autograd  # hangs the Triton backward on the op
+
+        op = autograd.run
     gate = call.gate
     assert isinstance(gate, BoundedGate)  # for the type checker: refusals made sure of it
     A_log, dt_bias = register.as_tensor_pair(gate)
-    o, final = register.kda_hopper_op(
+    o, final = op(
         call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, call.cu_seqlens, call.initial_state,
         call.scale, gate.lower_bound, call.output_final_state,
     )  # fmt: skip

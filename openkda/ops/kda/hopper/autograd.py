@@ -10,22 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.kda.hopper.register import _LIBRARY
-from openkda.ops.kda.triton.autograd import differentiate
+from openkda.ops.device.api import is_watched
+from openkda.ops.kda.hopper.register import _LIBRARY, _kda_hopper, kda_hopper_op
+from openkda.ops.kda.triton.autograd import PLAIN, Direct, differentiate
 
 BOUNDED = 2
 """The gate's number in `triton.launch.Args`."""
 
 
+def _options(scale: float, bound: float, want_state: bool) -> tuple[Any, ...]:
+    return BOUNDED, bound, scale, True, True, want_state, False, torch.float32, False
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:9], None, output[0], None)  # as `triton.autograd` does, without positions
-    scale, bound, want_state = inputs[9:]
-    ctx.options = (BOUNDED, bound, scale, True, True, want_state, False, torch.float32, False)
+    ctx.options = _options(*inputs[9:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
-    return (*differentiate(ctx, do, ds, None), None, None, None)
+    return (*differentiate(ctx, ctx.needs_input_grad, do, ds, None), None, None, None)
+
+
+def run(*arguments: Any) -> tuple[Tensor, ...]:
+    """`kda_hopper_op` on the same arguments, nine tensors first, with its derivative: (o, final)."""
+    tensors, options = arguments[:9], arguments[9:]
+    if is_watched() or not all(t is None or type(t) in PLAIN for t in tensors):
+        return kda_hopper_op(*arguments)
+
+    def forward(*given: Tensor | None) -> tuple[Tensor, ...]:
+        o, final = _kda_hopper(*given[:9], *options)
+        return o, final, o.new_empty(0)
+
+    return Direct.apply(forward, _options(*options), *tensors, None)[:2]
 
 
 torch.library.register_autograd("openkda::kda_hopper", _backward, setup_context=_save, lib=_LIBRARY)

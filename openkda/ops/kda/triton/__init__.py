@@ -46,8 +46,6 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
     """skip: rows without a slot give zeros (the step) instead of starting from a zero state."""
     from openkda.ops.kda.triton import register
 
-    if call.needs_grad:
-        from openkda.ops.kda.triton import autograd  # noqa: F401  (hangs the backward on the op)
     A_log, dt_bias = register.as_tensor_pair(call.gate)
     kind = 0 if call.gate is None else 2 if isinstance(call.gate, BoundedGate) else 1
     bound = call.gate.lower_bound if isinstance(call.gate, BoundedGate) else 0.0
@@ -61,9 +59,12 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
         )  # fmt: skip
         return KDAOutput(o, final if call.output_final_state else None, kept)
     if call.state_indices is None:
-        o, final, kept = register.kda_op(
-            *tokens, call.initial_state, call.state_positions, *flags, call.state_dtype, exact
-        )
+        run = register.kda_op
+        if call.needs_grad:
+            from openkda.ops.kda.triton import autograd  # hangs the backward on the op
+
+            run = autograd.run
+        o, final, kept = run(*tokens, call.initial_state, call.state_positions, *flags, call.state_dtype, exact)
     else:
         o, kept = register.kda_pool_op(
             *tokens, call.initial_state, call.state_indices, call.state_positions, *flags, exact, skip

@@ -1,19 +1,25 @@
 """The kernels' derivative: `openkda::kda_backward`, hung on `openkda::kda`. Importing this file registers both.
 
-A second derivative is refused: the kernels of the first are not differentiable themselves.
+Calls that nobody watches (`goes_direct`) go through a `torch.autograd.Function` instead: torch spends 100 us a call on the
+defaults of an operator of 20 arguments that has a derivative. A second derivative is refused: the kernels of the first are not
+differentiable themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import is_watched
 from openkda.ops.kda.triton.backward import backward
 from openkda.ops.kda.triton.launch import Args, unit_stride
 from openkda.ops.kda.triton.positions import backward_at_positions
-from openkda.ops.kda.triton.register import _LIBRARY, _OPTIONS, _TOKENS, kda_op
+from openkda.ops.kda.triton.register import _LIBRARY, _OPTIONS, _TOKENS, _kda, kda_op
+
+PLAIN = (Tensor, torch.nn.Parameter)
 
 _LIBRARY.define(
     f"kda_backward({_TOKENS}, Tensor? state, Tensor? positions, Tensor o, Tensor? kept, Tensor? do, Tensor? ds, Tensor? dkept,"
@@ -60,17 +66,35 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | None) -> tuple[Any, ...]:
-    return (*differentiate(ctx, do, ds, dkept), None, *(None for _ in ctx.options))
+    return (*differentiate(ctx, ctx.needs_input_grad, do, ds, dkept), None, *(None for _ in ctx.options))
 
 
-def differentiate(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | None) -> tuple[Tensor | None, ...]:
+class Direct(torch.autograd.Function):
+    """forward(*tensors) -> (o, final, kept), for the ten tensors of `_save`; options: of `openkda::kda_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., tuple[Tensor, ...]], options: tuple[Any, ...], *tensors: Tensor | None) -> Any:
+        output = forward(*tensors)
+        _save(ctx, (*tensors, *options), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (None, None, *differentiate(ctx, ctx.needs_input_grad[2:], *grads), None)
+
+
+def differentiate(
+    ctx: Any, needs: tuple[bool, ...], do: Tensor | None, ds: Tensor | None, dkept: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Gradients of the nine tensors of `_TOKENS` and the initial state, for what `_save` kept."""
     ds, dkept = (d if d is not None and d.numel() else None for d in (ds, dkept))  # empty: it was not asked for
     if do is None and ds is None and dkept is None:
         return (None,) * 9
-    found = kda_backward_op(*ctx.saved_tensors, do, ds, dkept, *ctx.options)
-    grads = [g if need else None for g, need in zip(found, _differentiable(ctx.needs_input_grad), strict=True)]
-    state = ctx.saved_tensors[8]
+    tensors = ctx.saved_tensors
+    direct = not torch.is_grad_enabled() and not is_watched() and type(tensors[0]) in PLAIN
+    found = (_kda_backward if direct else kda_backward_op)(*tensors, do, ds, dkept, *ctx.options)
+    grads = [g if need else None for g, need in zip(found, _differentiable(needs), strict=True)]
+    state = tensors[8]
     if grads[7] is not None and state is not None:
         grads[7] = grads[7].to(state.dtype)
     return (*grads[:7], None, grads[7])
@@ -89,4 +113,10 @@ torch.library.register_autograd(
     "openkda::kda_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
 )
 
-__all__ = ["kda_backward_op", "kda_op"]
+
+def run(*arguments: Any) -> tuple[Tensor, ...]:
+    """`kda_op` on the same arguments, ten tensors first, with its derivative: (o, final, kept)."""
+    tensors, options = arguments[:10], arguments[10:]
+    if is_watched() or not all(t is None or type(t) in PLAIN for t in tensors):
+        return kda_op(*arguments)
+    return Direct.apply(lambda *given: _kda(*given, *options), options, *tensors)  # type: ignore[no-any-return]
