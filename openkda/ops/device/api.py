@@ -6,17 +6,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, type})
-KEY_ANY_DEVICE = False
-"""For tests of the host side on a CPU."""
+from openkda.ops.device.calls import Repeated, call_key, goes_direct, is_watched
+
+__all__ = [
+    "Repeated",
+    "call_key",
+    "choose_module",
+    "goes_direct",
+    "is_watched",
+    "transform_refusals",
+    "triton_refusals",
+]
+
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -49,48 +57,6 @@ def transform_refusals() -> list[str]:
             "inside torch.func (vmap, grad, jacrev): batch along B and use torch.autograd.grad, or impl='reference'"
         ]
     return []
-
-
-def is_watched() -> bool:
-    """Whether someone looks at calls from outside: torch.compile, torch.jit, torch.func, dispatch modes (fake tensors)."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
-    )
-
-
-def goes_direct(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors may run its kernels without the registered operator, which costs 10 to 15 us.
-
-    The operator is for those who look at a call from outside: see `is_watched`, and autograd and tensor subclasses.
-    """
-    if is_watched():
-        return False
-    grad = torch.is_grad_enabled()
-    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad)) for t in tensors)
-
-
-def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...]) -> tuple[object, ...] | None:
-    """Everything about a call that checks and launches may depend on but memory and values; None for a call to look at anew.
-
-    That is: CPU tensors (their values are checked), what would be recorded by autograd, watched calls, and arguments of
-    unusual types. Equal keys: whatever is true of one call's types, dtypes, shapes, strides and devices is true of the other's.
-    """
-    if is_watched() or not _ATOMS.issuperset(map(type, options)):
-        return None
-    grad = torch.is_grad_enabled()
-    key: list[object] = []
-    for t in tensors:
-        if t is None:
-            key.append(None)
-        elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or (grad and t.requires_grad):
-            return None
-        else:
-            key += (t.dtype, t.shape, t.stride(), t.device)
-    return (*key, *options)
 
 
 def choose_module(

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from openkda.ops.device.api import call_key
-from openkda.ops.kda.call import REPLAYS, KDACall, KDAOutput
+from openkda.ops.kda.call import CALLS, KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda.validate import validate, validate_step
 
@@ -44,10 +44,6 @@ L2NORM_EPS = 1e-6
 
 IMPLEMENTATIONS = ("hopper", "triton", "triton_exact", "chunkwise", "reference")
 """In order of preference. Each is a module of this folder with `refusals(call) -> list[str]` and `run(call)`."""
-
-MOST_KEYS = 4096
-_chosen: dict[tuple[object, ...], ModuleType] = {}
-"""Calls that were validated, by `call_key`, and what runs them."""
 
 Num = Float[Tensor, "..."]
 
@@ -114,7 +110,7 @@ def kda(
         ("kda", type(gate), getattr(gate, "lower_bound", None), scale, output_final_state, use_qk_l2norm, use_beta_sigmoid,
          state_v_first, state_dtype, impl),
     )  # fmt: skip
-    again = None if key is None else REPLAYS.get(key)
+    again = None if key is None else CALLS.replays.get(key)
     done = None if again is None else again(tensors)
     if done is not None:
         return done
@@ -124,7 +120,7 @@ def kda(
         initial_state, output_final_state, cu_seqlens, use_qk_l2norm, use_beta_sigmoid,
         state_indices, state_positions, state_v_first,
         _default_state_dtype(q) if state_dtype is None else state_dtype,
-        key if key in _chosen else None,
+        key if key in CALLS.modules else None,
     )  # fmt: skip
     return _checked(call, key, validate, check_inputs, impl).run(call)
 
@@ -159,7 +155,7 @@ def kda_step(
         tensors,
         ("step", type(gate), getattr(gate, "lower_bound", None), scale, use_qk_l2norm, use_beta_sigmoid, state_v_first, impl),
     )  # fmt: skip
-    again = None if key is None else REPLAYS.get(key)
+    again = None if key is None else CALLS.replays.get(key)
     done = None if again is None else again(tensors)
     if done is not None:
         return done
@@ -171,7 +167,7 @@ def kda_step(
         q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), g.unsqueeze(1), beta.unsqueeze(1), gate,
         _default_scale(q) if scale is None else scale,
         state, True, None, use_qk_l2norm, use_beta_sigmoid, state_indices, None, state_v_first, state.dtype,
-        key if key in _chosen else None,
+        key if key in CALLS.modules else None,
     )  # fmt: skip
     return _checked(call, key, validate_step, check_inputs, impl).step(call)
 
@@ -184,15 +180,12 @@ def _checked(
     impl: str | None,
 ) -> ModuleType:
     """The implementation's module, after validation; both once for all calls of one key."""
-    module = None if key is None else _chosen.get(key)
+    module = None if key is None else CALLS.modules.get(key)
     if module is None:
         check(call, check_inputs)
         module = _choose(call, impl)
         if key is not None:
-            if len(_chosen) >= MOST_KEYS:
-                _chosen.clear()
-                REPLAYS.clear()
-            _chosen[key] = module
+            CALLS.keep(key, module)
     return module
 
 

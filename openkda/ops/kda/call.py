@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import Repeated
 from openkda.ops.kda.gate import Gate
 
 Replay = Callable[[tuple[Tensor | None, ...]], Any]
@@ -28,7 +29,7 @@ TENSORS = (
     "state_positions",
 )
 
-REPLAYS: dict[tuple[object, ...], Replay] = {}
+CALLS = Repeated()
 
 
 class KDAOutput(NamedTuple):
@@ -49,7 +50,7 @@ class KDACall:
     """Arguments of `kda` after validation; shapes as documented there. Implementations never re-check.
 
     key: set from the second call on that looks like this one (`call_key` of `openkda/ops/device/api.py`). An implementation
-    that can repeat such a call faster than by looking at it again leaves a function in REPLAYS.
+    that can repeat such a call faster than by looking at it again leaves a `Replay` in CALLS.
     """
 
     q: Tensor

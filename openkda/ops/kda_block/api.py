@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openkda.ops.device.api import call_key
 from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
-from openkda.ops.kda_block.call import REPLAYS, BlockCall, BlockOutput, BlockState, BlockWeights
+from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState, BlockWeights
 from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens
 from openkda.ops.kda_block.commit import kda_block_commit
 
@@ -32,10 +32,6 @@ __all__ = [
 
 IMPLEMENTATIONS = ("triton", "reference")
 """In order of preference. Each is a module of this folder with `refusals(call)` and `run(call)`."""
-
-MOST_KEYS = 1024
-_chosen: dict[tuple[object, ...], ModuleType] = {}
-"""Calls that were validated, by `call_key`, and what runs them."""
 
 
 def kda_block(
@@ -74,7 +70,7 @@ def kda_block(
     key = None if tensors is None else call_key(
         tensors, (type(gate), gate.lower_bound, weights.norm_eps, scale, keep, impl)
     )  # fmt: skip
-    again = None if key is None else REPLAYS.get(key)
+    again = None if key is None else CALLS.replays.get(key)
     done = None if again is None or tensors is None else again(tensors, state)
     if done is not None:
         return done
@@ -82,18 +78,15 @@ def kda_block(
         bad("keep", "'last' or 'all'", repr(keep))
     call = BlockCall(
         q, k, v, g, beta, out_gate, weights, state, slots, gate, g.shape[-1] ** -0.5 if scale is None else scale,
-        keep == "all", key if key in _chosen else None,
+        keep == "all", key if key in CALLS.modules else None,
     )  # fmt: skip
-    module = None if key is None else _chosen.get(key)
+    module = None if key is None else CALLS.modules.get(key)
     if module is None:
         check_tokens(call)
         check_state(call)
         module = _choose(call, impl)
         if key is not None:
-            if len(_chosen) >= MOST_KEYS:
-                _chosen.clear()
-                REPLAYS.clear()
-            _chosen[key] = module
+            CALLS.keep(key, module)
     return module.run(call)
 
 

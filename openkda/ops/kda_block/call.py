@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import Repeated
 from openkda.ops.kda.api import Gate
 
 
@@ -50,7 +51,7 @@ class BlockOutput(NamedTuple):
 Replay = Callable[[tuple[Tensor | None, ...], BlockState], BlockOutput | None]
 """From the tensors of `BlockCall.tensors` and the state of a call to its result; None: the long way, please."""
 
-REPLAYS: dict[tuple[object, ...], Replay] = {}
+CALLS = Repeated()
 
 
 @dataclass(slots=True)

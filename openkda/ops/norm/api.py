@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from openkda.ops.device.api import choose_module
+from openkda.ops.device.api import Repeated, call_key, choose_module
 
 __all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "gated_rms_norm", "l2norm", "rms_norm"]
 
@@ -28,6 +28,7 @@ L2NORM_EPS = 1e-6
 IMPLEMENTATIONS = ("triton", "reference")
 """In order of preference. Each is a module of this folder with `refusals(x)`, `rms_norm` and `gated_rms_norm`."""
 
+CALLS = Repeated()
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,8 +42,16 @@ def rms_norm(
         impl: a name out of IMPLEMENTATIONS; None chooses.
     Returns: [..., D] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
     """
+    key = call_key((x, None, weight), ("plain", eps, impl))
+    again = None if key is None else CALLS.replays.get(key)
+    y = None if again is None else again((x, None, weight))
+    if y is not None:
+        return y
+    module = None if key is None else CALLS.modules.get(key)
+    if module is not None:
+        return module.rms_norm(x, weight, eps, key)
     _check(x, weight, eps)
-    return choose_module("norm", IMPLEMENTATIONS, impl, x, _module).rms_norm(x, weight, eps)
+    return _choose(x, impl, key).rms_norm(x, weight, eps, None)
 
 
 def gated_rms_norm(
@@ -60,11 +69,21 @@ def gated_rms_norm(
         impl: a name out of IMPLEMENTATIONS; None chooses.
     Returns: [..., V] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
     """
+    key = call_key((x, gate, weight), ("gated", eps, impl))
+    again = None if key is None else CALLS.replays.get(key)
+    y = None if again is None else again((x, gate, weight))
+    if y is not None:
+        return y
+    module = None if key is None else CALLS.modules.get(key)
+    if module is not None:
+        return module.gated_rms_norm(x, gate, weight, eps, key)
     _check(x, weight, eps)
     _check_float("gate", gate)
     if gate.shape != x.shape:
         raise ValueError(f"gate.shape: expected {list(x.shape)} (that of x), received {list(gate.shape)}")
-    return choose_module("norm", IMPLEMENTATIONS, impl, x, _module).gated_rms_norm(x, gate, weight, eps)
+    if gate.device != x.device:
+        raise ValueError(f"gate.device: expected {x.device} (that of x), received {gate.device}")
+    return _choose(x, impl, key).gated_rms_norm(x, gate, weight, eps, None)
 
 
 def l2norm(x: Float[Tensor, "... K"]) -> Float[Tensor, "... K"]:
@@ -90,6 +109,13 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
         raise ValueError(f"weight.device: expected {x.device} (that of x), received {weight.device}")
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps: expected a finite number >= 0, received {eps}")
+
+
+def _choose(x: Tensor, impl: str | None, key: tuple[object, ...] | None) -> ModuleType:
+    module = choose_module("norm", IMPLEMENTATIONS, impl, x, _module)
+    if key is not None:
+        CALLS.keep(key, module)
+    return module
 
 
 def _module(name: str) -> ModuleType:

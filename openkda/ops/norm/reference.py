@@ -16,12 +16,12 @@ def _normalised(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, key: object) -> Tensor:
     """See `api.rms_norm`."""
     return (_normalised(x, eps).to(x.dtype) * weight).to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, key: object) -> Tensor:
     """See `api.gated_rms_norm`."""
     y = _normalised(x, eps)
     return (y * weight.to(y.dtype) * torch.sigmoid(gate.to(y.dtype))).to(x.dtype)

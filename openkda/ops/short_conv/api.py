@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openkda.ops.device.api import choose_module
+from openkda.ops.device.api import Repeated, call_key, choose_module
 from openkda.ops.packing.api import check_cu_seqlens
 
 __all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "short_conv", "short_conv_step", "short_convs"]
@@ -27,6 +27,7 @@ IMPLEMENTATIONS = ("triton", "reference")
 ACTIVATIONS = ("silu", None)
 WIDTHS = (2, 3, 4)
 
+CALLS = Repeated()
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -79,26 +80,25 @@ def short_convs(
     xs: [B, T, D_i] of one dtype; weights: [D_i, W] of one W; initial_states: one [N, D_i, W - 1] for each x, or None.
     Returns: (the outputs, the final states or None), as `short_conv` does for each. Raises and differentiates as it does.
     """
-    _check_lists(xs, weights, initial_states)
-    x = xs[0]
-    for i, (t, w) in enumerate(zip(xs, weights, strict=True)):
-        _check_weight(t, 3, "[B, T, D]", w, activation)
-        if i and (t.shape[:2] != x.shape[:2] or t.dtype != x.dtype or t.device != x.device):
-            _bad(
-                f"xs[{i}]",
-                f"{x.dtype} of shape {[*x.shape[:2]]} + [D] on {x.device}",
-                f"{t.dtype} {list(t.shape)} on {t.device}",
-            )
-        if i and w.shape[1] != weights[0].shape[1]:
-            _bad(f"weights[{i}].shape", f"[D, W] with W = {weights[0].shape[1]}", list(w.shape))
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.device != x.device:
-        _bad("cu_seqlens.device", f"{x.device} (that of x)", cu_seqlens.device)
-    N = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
+    key, tensors = None, cast("tuple[Tensor | None, ...]", ())
+    if all(type(items) in (tuple, list, type(None)) for items in (xs, weights, initial_states)):
+        tensors = (*xs, *weights, *(initial_states or ()), cu_seqlens)
+        options = (len(xs), len(weights), initial_states is None, output_final_state, activation, impl)
+        key = call_key(tensors, options)
+    again = None if key is None else CALLS.replays.get(key)
+    done = None if again is None else again(tensors)
+    if done is not None:
+        return done
     states = [] if initial_states is None else list(initial_states)
-    for t, w, state in zip(xs, weights, states, strict=False):
-        _check_state("initial_state", state, t, (N, t.shape[2], w.shape[1] - 1))
-    module = choose_module("short_conv", IMPLEMENTATIONS, impl, x, _module)
-    ys, finals = module.run(list(xs), list(weights), states, cu_seqlens, activation)
+    module = None if key is None else CALLS.modules.get(key)
+    if module is not None:
+        ys, finals = module.run(list(xs), list(weights), states, cu_seqlens, activation, (key, output_final_state))
+        return ys, finals if output_final_state else None
+    _check_call(xs, weights, initial_states, cu_seqlens, activation)
+    module = choose_module("short_conv", IMPLEMENTATIONS, impl, xs[0], _module)
+    if key is not None:
+        CALLS.keep(key, module)
+    ys, finals = module.run(list(xs), list(weights), states, cu_seqlens, activation, None)
     return ys, finals if output_final_state else None
 
 
@@ -121,6 +121,25 @@ def short_conv_step(
         ("reference",) if recording and impl is None else IMPLEMENTATIONS
     )  # the kernel of the step has no derivative
     return choose_module("short_conv", names, impl, x, _module).step(x, weight, state, activation)
+
+
+def _check_call(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor] | None, cu: Tensor | None, activation: str | None
+) -> None:  # fmt: skip
+    _check_lists(xs, weights, states)
+    x = xs[0]
+    for i, (t, w) in enumerate(zip(xs, weights, strict=True)):
+        _check_weight(t, 3, "[B, T, D]", w, activation)
+        if i and (t.shape[:2] != x.shape[:2] or t.dtype != x.dtype or t.device != x.device):
+            wanted = f"{x.dtype} of shape {[*x.shape[:2]]} + [D] on {x.device}"
+            _bad(f"xs[{i}]", wanted, f"{t.dtype} {list(t.shape)} on {t.device}")
+        if i and w.shape[1] != weights[0].shape[1]:
+            _bad(f"weights[{i}].shape", f"[D, W] with W = {weights[0].shape[1]}", list(w.shape))
+    if isinstance(cu, Tensor) and cu.device != x.device:
+        _bad("cu_seqlens.device", f"{x.device} (that of x)", cu.device)
+    N = check_cu_seqlens(cu, x.shape[0], x.shape[1])
+    for t, w, state in zip(xs, weights, states or (), strict=False):
+        _check_state("initial_state", state, t, (N, t.shape[2], w.shape[1] - 1))
 
 
 def _check_lists(xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor] | None) -> None:

@@ -19,9 +19,14 @@ def refusals(x: Tensor) -> list[str]:
 
 
 def run(
-    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, activation: str | None
+    xs: list[Tensor],
+    weights: list[Tensor],
+    states: list[Tensor],
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    repeated: tuple[object, bool] | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, final states); arguments as in `api.short_convs`, states empty for zeros."""
+    """(outputs, final states); arguments as in `api.short_convs`, states empty for zeros. repeated: for the kernels."""
     ys, finals = [], []
     for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
         y, final = _one(x, weight, states[i] if states else None, cu_seqlens, activation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openkda.ops.kda.call import REPLAYS, TENSORS, KDACall, KDAOutput, Replay
+from openkda.ops.kda.call import CALLS, TENSORS, KDACall, KDAOutput, Replay
 from openkda.ops.kda.triton.launch import Args, forward, new_states, packed, unit_stride
 from openkda.ops.triton.api import Tape, record
 
@@ -103,7 +103,7 @@ def run_direct(call: KDACall, q, k, v, g, beta, A_log, dt_bias, cu, state, index
     tensors = (call.q, call.k, call.v, call.g, call.beta, *own_gate, state, call.cu_seqlens, index, None)
     _, tape = record(run, tensors, q.device)
     if tape is not None:
-        REPLAYS[call.key] = _step_replay(tape, v) if skip else _replay(tape, want_state, index is not None)
+        CALLS.replays[call.key] = _step_replay(tape, v) if skip else _replay(tape, want_state, index is not None)
     return tuple(results)
 
 

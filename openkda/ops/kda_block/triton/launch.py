@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from openkda.ops.kda_block.call import REPLAYS, BlockCall, BlockOutput, BlockState
+from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState
 from openkda.ops.kda_block.triton.one import one_kernel
 from openkda.ops.kda_block.triton.step import block_kernel
 from openkda.ops.triton.api import launch, padded, record
@@ -158,7 +158,7 @@ def run_recorded(call: BlockCall, tokens: Any, numbers: Any) -> BlockOutput:
                 return None
             return BlockOutput(made[0], state if pooled else BlockState(*made[1:]), None)
 
-        REPLAYS[call.key] = again
+        CALLS.replays[call.key] = again
     return BlockOutput(made[0], call.state if slots is not None else BlockState(*made[1:]), None)
 
 

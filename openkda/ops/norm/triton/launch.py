@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.ops.norm.api import CALLS
 from openkda.ops.norm.triton.rows import norm_gradient_kernel, norm_kernel
-from openkda.ops.triton.api import ceil_div, launch, padded
+from openkda.ops.triton.api import ceil_div, launch, padded, record
 
 PROGRAMS = 1024
 """Partial sums of the weight's gradient: enough programs to fill any card, few enough to add in no time."""
@@ -32,6 +33,19 @@ def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         tensors, steps = (flat, gates, weight.contiguous(), y), (flat.stride(0), gates.stride(0), D)
         launch(norm_kernel, ceil_div(rows, R), tensors, steps, (rows, eps), (R, BD, gate is not None), warps, y.device)
     return y
+
+
+def norm_recorded(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, key: Any) -> Tensor:
+    """`norm`; from now on calls of this key repeat its launch."""
+    made, tape = record(lambda: (norm(x, gate, weight, eps),), (x, gate, weight), x.device)
+    if tape is not None:
+
+        def again(tensors: tuple[Tensor | None, ...]) -> Tensor | None:
+            made = tape.run(tensors)
+            return None if made is None else made[0]
+
+        CALLS.replays[key] = again
+    return made[0]
 
 
 def norm_gradient(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from openkda.ops.device.api import goes_direct, triton_refusals
@@ -12,14 +14,24 @@ def refusals(x: Tensor) -> list[str]:
 
 
 def run(
-    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, activation: str | None
+    xs: list[Tensor],
+    weights: list[Tensor],
+    states: list[Tensor],
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    repeated: tuple[Any, bool] | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, final states); arguments as in `api.short_convs`, in one launch."""
+    """(outputs, final states); arguments as in `api.short_convs`, in one launch.
+
+    repeated: (key, whether final states are wanted) of a call that looks like an earlier one.
+    """
     silu = activation == "silu"
     if goes_direct(*xs, *weights, *states):
         from openkda.ops.short_conv.triton import launch
 
-        return launch.conv(xs, weights, states, cu_seqlens, silu)
+        if repeated is None:
+            return launch.conv(xs, weights, states, cu_seqlens, silu)
+        return launch.conv_recorded(xs, weights, states, cu_seqlens, silu, *repeated)
     from openkda.ops.short_conv.triton import register
 
     found = register.conv_op(xs, weights, states, cu_seqlens, silu)

@@ -1,0 +1,83 @@
+"""Calls that look like an earlier one: a key for everything about a call but memory and values, and what is known by key.
+
+Checks, the choice of an implementation and a launch's arguments cost ten times what the launch does, and follow from types,
+dtypes, shapes, strides and devices alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Key = tuple[object, ...]
+
+KEY_ANY_DEVICE = False
+"""For tests of the host side on a CPU."""
+_PLAIN = (Tensor, torch.nn.Parameter)
+_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, type})
+
+
+class Repeated:
+    """What one op knows about the calls it has seen.
+
+    modules: the implementation of a call that passed its checks. replays: a function that does such a call over again on other
+    memory; it takes what the op hands it and returns the op's result, or None for "the long way, please".
+    """
+
+    def __init__(self, most: int = 4096) -> None:
+        self.modules: dict[Key, ModuleType] = {}
+        self.replays: dict[Key, Callable[..., Any]] = {}
+        self._most = most
+
+    def keep(self, key: Key, module: ModuleType) -> None:
+        if len(self.modules) >= self._most:
+            self.modules.clear()
+            self.replays.clear()
+        self.modules[key] = module
+
+
+def is_watched() -> bool:
+    """Whether someone looks at calls from outside: torch.compile, torch.jit, torch.func, dispatch modes (fake tensors)."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+    )
+
+
+def goes_direct(*tensors: Tensor | None) -> bool:
+    """Whether a call on these tensors may run its kernels without the registered operator, which costs 10 to 15 us.
+
+    The operator is for those who look at a call from outside: see `is_watched`, and autograd and tensor subclasses.
+    """
+    if is_watched():
+        return False
+    grad = torch.is_grad_enabled()
+    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad)) for t in tensors)
+
+
+def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...]) -> Key | None:
+    """Everything about a call that checks and launches may depend on but memory and values; None for a call to look at anew.
+
+    That is: CPU tensors (their values are checked), what would be recorded by autograd, watched calls, and arguments of
+    unusual types. Equal keys: whatever is true of one call's types, dtypes, shapes, strides and devices is true of the other's.
+    """
+    if is_watched() or not _ATOMS.issuperset(map(type, options)):
+        return None
+    grad = torch.is_grad_enabled()
+    key: list[object] = []
+    for t in tensors:
+        if t is None:
+            key.append(None)
+        elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or (grad and t.requires_grad):
+            return None
+        else:
+            key += (t.dtype, t.shape, t.stride(), t.device)
+    return (*key, *options)

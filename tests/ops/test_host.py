@@ -1,0 +1,275 @@
+"""The host side of the Triton kernels on a CPU: what a repeated call hands to its kernels, and when it is looked at anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
+import openkda.ops.kda.triton as kda_kernels
+import openkda.ops.kda_block.triton as block_kernels
+import openkda.ops.norm.triton as norm_kernels
+import openkda.ops.short_conv.triton as conv_kernels
+from openkda.ops.device import calls
+from openkda.ops.kda.api import KDAOutput, kda, kda_step
+from openkda.ops.kda.call import CALLS as KDA_CALLS
+from openkda.ops.kda.gate import BoundedGate, SoftplusGate
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
+from openkda.ops.kda_block.call import CALLS as BLOCK_CALLS
+from openkda.ops.norm.api import CALLS as NORM_CALLS
+from openkda.ops.norm.api import gated_rms_norm, rms_norm
+from openkda.ops.short_conv.api import CALLS as CONV_CALLS
+from openkda.ops.short_conv.api import short_convs
+from openkda.ops.triton import launch
+
+BF16, F32 = torch.bfloat16, torch.float32
+H, D = 2, 32
+ALL_CALLS = (KDA_CALLS, BLOCK_CALLS, NORM_CALLS, CONV_CALLS)
+
+
+class Log(list[tuple[str, tuple[Any, ...]]]):
+    """(kernel, arguments) of every launch; addresses as numbers."""
+
+    def keep(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.append((name, tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    """A device on which launches are only listed."""
+    found = Log()
+
+    def compile_and_launch(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        found.keep(self.__name__, arguments)
+        run = lambda x, y, z, stream, f, meta, about, enter, leave, *a: found.keep(self.__name__, a)  # noqa: E731
+        return SimpleNamespace(run=run, function=0, packed_metadata=None)
+
+    monkeypatch.setattr(JITFunction, "run", compile_and_launch)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 0)))
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU device
+    monkeypatch.setattr(calls, "KEY_ANY_DEVICE", True)
+    for module in (kda_kernels, block_kernels, norm_kernels, conv_kernels):
+        monkeypatch.setattr(module, "triton_refusals", lambda x: [])
+    for known in ALL_CALLS:
+        known.modules.clear()
+        known.replays.clear()
+    with torch.inference_mode():
+        yield found
+    for known in ALL_CALLS:
+        known.modules.clear()
+        known.replays.clear()
+
+
+def z(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def prefill(T: int = 40, **changes: Any) -> dict[str, Any]:
+    x = {n: z(1, T, H, D) for n in ("q", "k", "v", "g")} | {"beta": z(1, T, H)}
+    gate = BoundedGate(-5.0, z(H, dtype=F32), z(H, D, dtype=F32))
+    options = {"use_qk_l2norm": True, "use_beta_sigmoid": True, "output_final_state": True, "impl": "triton"}
+    return {**x, "gate": gate, "initial_state": z(1, H, D, D, dtype=F32), **options, **changes}
+
+
+def block() -> dict[str, Any]:
+    tokens = {n: z(3, 1, H * D) for n in ("q", "k", "v")}
+    tokens |= {"g": z(3, 1, H, D), "beta": z(3, 1, H), "out_gate": z(3, 1, H, D)}
+    weights = BlockWeights(*(z(H * D, 4, dtype=F32) for _ in range(3)), z(D, dtype=F32), 1e-5)
+    state = BlockState(z(5, H, D, D, dtype=F32), *(z(5, H * D, 3) for _ in range(3)))
+    gate = BoundedGate(-5.0, z(H, dtype=F32), z(H, D, dtype=F32))
+    return {
+        **tokens,
+        "weights": weights,
+        "state": state,
+        "gate": gate,
+        "slots": torch.tensor([4, -1, 0]),
+        "impl": "triton",
+    }
+
+
+def step(pool: bool) -> dict[str, Any]:
+    x = {n: z(3, H, D) for n in ("q", "k", "v", "g")} | {"beta": z(3, H), "state": z(3, H, D, D, dtype=F32)}
+    slots = {"state_indices": torch.tensor([2, -1, 0])} if pool else {}
+    return {**x, "gate": SoftplusGate(z(H, dtype=F32)), "impl": "triton", **slots}
+
+
+def convs(states: bool) -> dict[str, Any]:
+    return {
+        "xs": [z(2, 9, n) for n in (64, 64, 96)], "weights": [z(n, 4, dtype=F32) for n in (64, 64, 96)],
+        "initial_states": [z(2, n, 3) for n in (64, 64, 96)] if states else None, "output_final_state": True,
+        "impl": "triton",
+    }  # fmt: skip
+
+
+OPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], int]] = {
+    "prefill": (kda, prefill, 2),
+    "pack": (kda, lambda: prefill(cu_seqlens=torch.tensor([0, 7, 40]), initial_state=z(2, H, D, D, dtype=F32)), 2),
+    "pool": (kda, lambda: prefill(initial_state=z(4, H, D, D, dtype=F32), state_indices=torch.tensor([3])), 2),
+    "without a state": (kda, lambda: prefill(initial_state=None, output_final_state=False), 2),
+    "unscaled keys": (kda, lambda: prefill(use_qk_l2norm=False), 2),
+    "step": (kda_step, lambda: step(False), 1),
+    "step on a pool": (kda_step, lambda: step(True), 1),
+    "block": (kda_block, block, 1),
+    "convolutions": (short_convs, lambda: convs(False), 1),
+    "convolutions with states": (short_convs, lambda: convs(True), 1),
+    "norm": (rms_norm, lambda: {"x": z(9, 64), "weight": z(64), "eps": 1e-5, "impl": "triton"}, 1),
+    "gated norm": (
+        gated_rms_norm,
+        lambda: {"x": z(9, 64), "gate": z(9, 64), "weight": z(64), "eps": 1e-5, "impl": "triton"},
+        1,
+    ),
+}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors of arguments or results, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if hasattr(value, "__dataclass_fields__"):
+        items = [getattr(value, n) for n in value.__dataclass_fields__]
+    return [t for item in items for t in tensors(item)]
+
+
+def named(log: Log, arguments: dict[str, Any], result: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """The launches with each address as the place of its tensor among arguments and results; workspace: where in its order."""
+    memory = {t.data_ptr(): f"memory {i}" for i, t in enumerate([*tensors(arguments), *tensors(result)])}
+    out = []
+    first: int | None = None
+    for name, values in log:
+        seen = []
+        for v in values:
+            if type(v) is int and v > 1 << 32:
+                if v not in memory and first is None:
+                    first = v
+                v = memory.get(v, f"workspace + {v - (first or 0)}")
+            seen.append(v)
+        out.append((name, tuple(seen)))
+    return out
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_repeated_call_hands_over_what_the_first_did(log: Log, name: str) -> None:
+    """Four calls on four sets of memory: looked at, recorded, repeated twice. The kernels get the same of each."""
+    op, make, count = OPS[name]
+    runs, kept = [], []
+    for _ in range(4):
+        log.clear()
+        arguments = make()
+        result = op(**arguments)
+        kept.append((arguments, result))  # so that no address is used again
+        runs.append(named(log, arguments, result))
+    assert len(runs[0]) == count
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    assert sum(len(c.replays) for c in ALL_CALLS) == 1
+    shapes = [[(t.shape, t.dtype) for t in tensors(r)] for _, r in kept]
+    assert shapes[0] == shapes[1] == shapes[3]
+    assert type(kept[0][1]) is type(kept[3][1])
+
+
+def test_the_pool_itself_comes_back(log: Log) -> None:
+    for _ in range(4):
+        x = step(True)
+        assert kda_step(**x)[1] is x["state"]
+        y = block()
+        assert kda_block(**y).state is y["state"]
+        p = prefill(initial_state=z(4, H, D, D, dtype=F32), state_indices=torch.tensor([3]))
+        out = kda(**p)
+        assert isinstance(out, KDAOutput) and out.final_state is p["initial_state"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q": z(1, 40, H, D + 1)[..., :D]}, {"g": z(1, 40, H, D, dtype=F32)}, {"scale": 0.5}, {"use_qk_l2norm": False},
+        {"output_final_state": False}, {"gate": BoundedGate(-4.0)}, {"gate": SoftplusGate(z(H, dtype=F32))},
+        {"initial_state": None}, {"state_dtype": BF16, "initial_state": z(1, H, D, D)}, {"state_v_first": True},
+    ],
+    ids=lambda c: next(iter(c)),
+)  # fmt: skip
+def test_whatever_a_launch_depends_on_is_part_of_the_key(log: Log, change: dict[str, Any]) -> None:
+    """A changed call after many equal ones launches what it would have launched as the first of all."""
+    for _ in range(3):
+        kda(**prefill())
+    log.clear()
+    arguments = prefill(**change)
+    after = kda(**arguments)
+    got = named(log, arguments, after)
+    KDA_CALLS.modules.clear()
+    KDA_CALLS.replays.clear()
+    log.clear()
+    arguments = prefill(**change)
+    assert got == named(log, arguments, kda(**arguments))
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"k": z(1, 40, H, D + 1)}, ValueError), ({"v": z(1, 40, H, D, dtype=F32)}, TypeError), ({"q": None}, TypeError),
+        ({"scale": float("nan")}, ValueError), ({"scale": [1.0]}, TypeError), ({"impl": "fast"}, ValueError),
+        ({"gate": BoundedGate(-5.0, z(H + 1, dtype=F32))}, ValueError), ({"gate": 3}, TypeError),
+        ({"initial_state": z(1, H, D, D)}, TypeError), ({"cu_seqlens": torch.tensor([0.0, 40.0])}, TypeError),
+        ({"state_indices": torch.tensor([0, 1])}, ValueError),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_malformed_calls_are_refused_however_often_good_ones_ran(log: Log, change: dict[str, Any], error: Any) -> None:
+    for _ in range(3):
+        kda(**prefill())
+    for _ in range(3):
+        log.clear()
+        with pytest.raises(error):
+            kda(**prefill(**change))
+        assert not log
+
+
+def test_a_gated_norm_without_a_gate_is_no_norm(log: Log) -> None:
+    for _ in range(3):
+        rms_norm(z(9, 64), z(64), 1e-5, impl="triton")
+    with pytest.raises(TypeError, match="gate"):
+        gated_rms_norm(z(9, 64), None, z(64), 1e-5, impl="triton")  # type: ignore[arg-type]
+
+
+def test_calls_with_shared_or_unaligned_memory_go_the_long_way(log: Log) -> None:
+    """q as k: nothing may be repeated from it, because the next call's may differ. An address off by two bytes: as it comes."""
+    x = prefill()
+    for _ in range(3):
+        kda(**{**x, "k": x["q"]})
+    assert not KDA_CALLS.replays
+    for _ in range(3):
+        kda(**prefill())
+    assert len(KDA_CALLS.replays) == 1
+    odd = torch.zeros(40 * H * D + 1, dtype=BF16)[1:].view(1, 40, H, D)
+    log.clear()
+    kda(**prefill(q=odd))
+    assert log[0][1][0] == odd.data_ptr()
+
+
+def test_watched_calls_are_not_repeated(log: Log) -> None:
+    """A dispatch mode sees the registered operator, again and again; gradients are recorded."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(3):
+        kda(**prefill())
+    with torch.inference_mode(False), torch.no_grad(), Mode():
+        kda(**prefill())
+    assert "openkda.kda.default" in seen
+    with torch.inference_mode(False), torch.enable_grad():
+        x = prefill()
+        x["q"].requires_grad_()
+        assert kda(**x).output.requires_grad
