@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECONDS = 230.0  # of training; reading the text, the comparison and the sample take about 20 more
-PROMPTS = ("import os\n\n\ndef ", "class Parser:\n    def __init__(self, ", "def main(args):\n    for ")
+PROMPTS = (  # inside code: a sample that begins with `def ` alone is a docstring more often than not
+    "import os\n\n\ndef main(args):\n    if ",
+    "class Parser:\n    def __init__(self, ",
+    "def read(path):\n    with ",
+)
 # Without the rule on n-grams every second sample of 700 bytes ended in blanks only (docs/decisions.md).
 SAMPLE = SamplingOptions(max_new_tokens=220, temperature=0.6, top_p=0.9, no_repeat_ngram=24, seed=1)
 SCORED = 131072  # held-out bytes of the comparison, in windows spread over all held-out files
@@ -110,11 +114,12 @@ def _show(result: TrainResult, options: TrainOptions, console: Console, quick: b
     _say(console, "\n3. What it remembers: KDA layers hold a constant, Gated MLA layers a little a token", "bold")
     console.print(memory_table(describe(model.config, dtype=torch.float32)))
     _say(console, "\n4. What it writes after three beginnings", "bold")
-    sampling = replace(SAMPLE, max_new_tokens=40) if quick else SAMPLE
+    sampling = replace(SAMPLE, max_new_tokens=40 if quick else SAMPLE.max_new_tokens)
     samples = []
-    for prompt in PROMPTS:
+    for n, prompt in enumerate(PROMPTS):
         _say(console, "")
-        samples.append(stream(model, tokenizer, prompt, sampling, console=console))
+        drawing = replace(sampling, seed=sampling.seed + n)
+        samples.append(stream(model, tokenizer, prompt, drawing, console=console))
     _close(result, console)
     return DemoResult(result.out, result.checkpoint, loss, baseline, tuple(samples), False)
 
