@@ -1,10 +1,13 @@
-"""What bfloat16 and the kernels cost in loss: the demo's model trained twice on a GPU, from the same seed on the same batches.
+"""What bfloat16 and the kernels cost in loss: the demo's model trained twice from the same seed on the same batches.
 
-    python benchmarks/train_precision.py                 2,000 steps, both runs at once, a few minutes
-    python benchmarks/train_precision.py --steps 100     a look
+    python benchmarks/train_precision.py --run bfloat16 --device cuda --save runs/bfloat16.json
+    python benchmarks/train_precision.py --run float32 --device cpu --save runs/float32.json
+    python benchmarks/train_precision.py --compare runs/bfloat16.json runs/float32.json
 
-One run is what training does by itself: bfloat16 autocast and the Triton kernels. The other is float32 throughout, with the
-chunk form in plain torch (`impl="chunkwise"`). Reported: mean training loss of the last tenth, and loss on held-out text.
+The first is what training does by itself on a GPU: bfloat16 autocast, the kernels. The second is `impl="chunkwise"` in float32,
+whose 18,000 torch calls a step take a GPU as long as a CPU. Both must read the same files (`--data`): the standard library
+differs between Pythons.
+Reported: the mean training loss of the last tenth of the steps, and the loss on held-out text.
 """
 
 from __future__ import annotations
@@ -12,8 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
+import platform
 import tempfile
 from contextlib import nullcontext
 from functools import partial
@@ -22,14 +24,14 @@ from statistics import mean
 from typing import Any
 from unittest import mock
 
-from kda import versions
+import torch
 
+from openkda import __version__
 from openkda.lab.demo import demo_options
 from openkda.layers.kda import KimiDeltaAttention
 from openkda.training.progress import Progress, StepReport
 from openkda.training.train import train
 
-RUNS = {"bfloat16, kernels": "bfloat16", "float32, chunkwise": "float32"}
 GOAL = 0.005
 
 
@@ -39,86 +41,104 @@ class Losses(Progress):
 
     def step(self, report: StepReport) -> None:
         self.all.append(report.loss)
+        if report.step % 100 == 0:
+            print(f"step {report.step}: {report.loss:.4f}, {report.seconds:.0f} s", flush=True)
 
 
-def run(dtype: str, steps: int, batch: int) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     losses = Losses()
     with tempfile.TemporaryDirectory() as folder:
-        options = demo_options(Path(folder) / "run", seconds=0.0, steps=steps, quick=False, seed=0)
+        options = demo_options(Path(folder) / "run", seconds=0.0, steps=args.steps, quick=False, seed=0)
         options = dataclasses.replace(
-            options, device="cuda", dtype=dtype, batch_size=batch, val_every=10**9, val_tokens=1 << 17, log_every=10**9
-        )
+            options, data=(args.data,), device=args.device, dtype=args.run, batch_size=args.batch, val_every=10**9,
+            val_tokens=1 << 17, log_every=10**9,
+        )  # fmt: skip
         plain = partial(KimiDeltaAttention, impl="chunkwise")
-        with mock.patch("openkda.models.hybrid.KimiDeltaAttention", plain) if dtype == "float32" else nullcontext():
+        with mock.patch("openkda.models.hybrid.KimiDeltaAttention", plain) if args.run == "float32" else nullcontext():
             result = train(options, progress=losses)
-    return {"losses": losses.all, "validation": result.val_loss, "seconds": result.seconds}
+    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    about = {"device": device, "torch": torch.__version__, "openkda": __version__}
+    return {
+        "name": f"{args.run}, {'kernels' if args.run == 'bfloat16' else 'chunk form'}, {args.device}", "about": about,
+        "bytes a step": 128 * args.batch, "losses": losses.all, "held out": result.val_loss, "seconds": result.seconds,
+    }  # fmt: skip
 
 
-def both(steps: int, batch: int) -> dict[str, dict[str, Any]]:
-    """Two processes at once: both are bound by their own launches, not by the GPU."""
-    command = [sys.executable, __file__, "--steps", str(steps), "--batch", str(batch), "--run"]
-    running = {name: subprocess.Popen([*command, dtype], stdout=subprocess.PIPE) for name, dtype in RUNS.items()}
-    found = {}
-    for name, process in running.items():
-        out, _ = process.communicate()
-        if process.returncode:
-            raise SystemExit(f"{name}: ended with {process.returncode}")
-        found[name] = json.loads(out.splitlines()[-1])
-    return found
+def last_tenth(run: dict[str, Any]) -> float:
+    return mean(run["losses"][-max(1, len(run["losses"]) // 10) :])
 
 
-def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
+def compare(first: dict[str, Any], second: dict[str, Any], out: Path | None) -> None:
+    """Print how far apart two runs end; with `out`, keep numbers and picture there. Raises SystemExit beyond the goal."""
+    if len(first["losses"]) != len(second["losses"]):
+        raise SystemExit(
+            f"expected runs of one length, received {len(first['losses'])} and {len(second['losses'])} steps"
+        )
+    for r in (first, second):
+        print(
+            f"{r['name']}: training {last_tenth(r):.4f}, held out {r['held out']:.4f} nats per byte, {r['seconds']:.0f} s"
+        )
+    apart = {
+        "training": last_tenth(first) / last_tenth(second) - 1,
+        "held out": first["held out"] / second["held out"] - 1,
+    }
+    print("difference: " + ", ".join(f"{k} {v:+.3%}" for k, v in apart.items()) + f" (goal: within {GOAL:.1%})")
+    if out is not None:
+        result = {
+            "steps": len(first["losses"]), "bytes a step": first["bytes a step"],
+            "difference %": {k: 100 * v for k, v in apart.items()},
+            "last tenth": {r["name"]: last_tenth(r) for r in (first, second)}, "runs": [first, second],
+        }  # fmt: skip
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "train-precision.json").write_text(json.dumps(result) + "\n")
+        draw(first, second, out / "train-precision.png")
+    if max(map(abs, apart.values())) > GOAL:
+        raise SystemExit("the two runs end further apart than the goal")
+
+
+def draw(first: dict[str, Any], second: dict[str, Any], path: Path) -> None:
     """Both curves, and how far apart they are, each a mean over 20 steps."""
     import matplotlib.pyplot as plt
 
-    smooth = {name: [mean(r["losses"][i : i + 20]) for i in range(0, len(r["losses"]), 20)] for name, r in runs.items()}
+    a, b = ([mean(r["losses"][i : i + 20]) for i in range(0, len(r["losses"]), 20)] for r in (first, second))
+    steps = range(10, 20 * len(a), 20)
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1))
-    for name, values in smooth.items():
-        top.plot(range(10, 20 * len(values), 20), values, label=name, linewidth=1.2)
-    a, b = smooth.values()
-    bottom.plot(range(10, 20 * len(a), 20), [100 * (x / y - 1) for x, y in zip(a, b, strict=True)], linewidth=1.0)
+    for r, values in ((first, a), (second, b)):
+        top.plot(steps, values, label=r["name"], linewidth=1.2)
+    bottom.plot(steps, [100 * (x / y - 1) for x, y in zip(a, b, strict=True)], linewidth=1.0)
     bottom.axhline(0.0, color="grey", linewidth=0.6)
     top.set_ylabel("nats per byte")
     bottom.set_ylabel("difference, %")
     bottom.set_xlabel("step")
     top.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--run", choices=("bfloat16", "float32"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--data", default="python-stdlib")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=16, help="windows of 128 bytes a step")
-    parser.add_argument("--run", choices=tuple(RUNS.values()), help="one of the two, its numbers as JSON")
-    parser.add_argument("--out", type=Path, help="folder for train-precision-*.json and .png; default: print only")
+    parser.add_argument("--batch", type=int, default=8, help="windows of 128 bytes a step")
+    parser.add_argument("--save", type=Path, help="file for the numbers of --run")
+    parser.add_argument("--compare", type=Path, nargs=2, help="two files that --save wrote")
+    parser.add_argument("--out", type=Path, help="folder for train-precision.json and .png; default: print only")
     args = parser.parse_args()
-    if args.run is not None:
-        print(json.dumps(run(args.run, args.steps, args.batch)))
+    if args.compare is not None:
+        first, second = (json.loads(path.read_text()) for path in args.compare)
+        compare(first, second, args.out)
         return
-    runs = both(args.steps, args.batch)
-    ends = {name: mean(r["losses"][-max(1, args.steps // 10) :]) for name, r in runs.items()}
-    for name, r in runs.items():
-        print(f"{name}: training {ends[name]:.4f}, held out {r['validation']:.4f} nats per byte, {r['seconds']:.0f} s")
-    first, second = runs
-    difference = {
-        "training": ends[first] / ends[second] - 1,
-        "held out": runs[first]["validation"] / runs[second]["validation"] - 1,
-    }
-    print("difference: " + ", ".join(f"{k} {v:+.3%}" for k, v in difference.items()) + f" (goal: within {GOAL:.1%})")
-    if args.out is not None:
-        about = versions()
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / ("train-precision-" + about["device"].lower().replace(" ", "-"))
-        result = {"about": about, "steps": args.steps, "bytes a step": 128 * args.batch, "last tenth": ends,
-                  "difference %": {k: 100 * v for k, v in difference.items()}, "runs": runs}  # fmt: skip
-        stem.with_suffix(".json").write_text(json.dumps(result) + "\n")
-        try:
-            draw(runs, stem.with_suffix(".png"))
-        except ModuleNotFoundError as missing:
-            print(f"no picture: {missing}")
-    if args.steps >= 2000 and max(map(abs, difference.values())) > GOAL:
-        raise SystemExit("the two runs end further apart than the goal")
+    if args.run is None:
+        parser.error("expected --run or --compare")
+    found = run(args)
+    print(
+        f"{found['name']}: training {last_tenth(found):.4f}, held out {found['held out']:.4f}, {found['seconds']:.0f} s"
+    )
+    if args.save is not None:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        args.save.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,11 @@ from openkda.ops.norm.api import gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """y = cast(x / sqrt(mean(x^2) + eps)) * weight over the last axis; float32 inside."""
+    """y = cast(x / sqrt(mean(x^2) + eps)) * weight over the last axis; float32 inside.
+
+    Under autocast a float32 result is cast to autocast's dtype: matrices read it, and each of the six of a KDA layer would make
+    a copy of its own, and a float32 gradient for the sum of six.
+    """
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -21,7 +25,11 @@ class RMSNorm(nn.Module):
         fill_constant(self.weight, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        y = rms_norm(x, self.weight, self.eps)
+        kind = x.device.type
+        if y.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+            y = y.to(torch.get_autocast_dtype(kind))
+        return y
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -61,7 +61,10 @@ def worker(rank: int, store: str, results: str) -> None:
         model = build().to(masters)
         seen: dict[str, torch.dtype] = {}
         for n, _ in model.named_parameters():
-            model.get_submodule(n.rpartition(".")[0]).register_forward_pre_hook(_see(seen, n))
+            reader = n.rpartition(".")[0]
+            if "conv1d" in n:  # the KDA layer reads these itself
+                reader = reader.rpartition(".")[0]
+            model.get_submodule(reader).register_forward_pre_hook(_see(seen, n, n.removeprefix(reader + ".")))
         shard(model, mesh, dtype=dtype)
         losses = train(model, batch()[2 * rank : 2 * rank + 2])
         total = torch.tensor(losses)
@@ -75,9 +78,9 @@ def worker(rank: int, store: str, results: str) -> None:
     dist.destroy_process_group()
 
 
-def _see(seen: dict[str, torch.dtype], name: str) -> Any:
+def _see(seen: dict[str, torch.dtype], name: str, here: str) -> Any:
     def hook(module: nn.Module, inputs: Any) -> None:
-        seen[name] = getattr(module, name.rpartition(".")[2]).dtype
+        seen[name] = module.get_parameter(here).dtype
 
     return hook
 
