@@ -17,6 +17,8 @@ if INTERPRETED:
     import triton_checks as checks
 
     from openkda.ops.kda.api import kda
+    from openkda.ops.norm.api import gated_rms_norm, rms_norm
+    from openkda.ops.short_conv.api import short_conv_step, short_convs
     from openkda.testing.cases import kda_cases
     from openkda.testing.inputs import make_inputs
 
@@ -66,6 +68,36 @@ if INTERPRETED:
         with torch.no_grad():
             want = kda(2 * x.q, x.k, x.v, x.g, x.beta, gate=x.gate, scale=0.5, impl="triton").output * 3
             assert torch.equal(f(x.q, x.k, x.v, x.g, x.beta), want)
+
+    def test_convolutions_and_norms_under_torch_compile() -> None:
+        """One graph, forward and backward; what the kernels cannot derive is refused by name."""
+        gen = torch.Generator().manual_seed(0)
+        shapes = ((1, 9, 6), (1, 9, 5), (6, 4), (5, 4), (2, 6, 3), (2, 5, 3), (1, 9, 6), (6,))
+        leaves = [torch.randn(s, generator=gen).requires_grad_() for s in shapes]
+        cu = torch.tensor([0, 4, 9])
+
+        def f(*t: torch.Tensor) -> list[torch.Tensor]:
+            ys, finals = short_convs(
+                (2 * t[0], t[1]), t[2:4], initial_states=t[4:6], output_final_state=True, cu_seqlens=cu, impl="triton"
+            )
+            assert finals is not None
+            y = gated_rms_norm(ys[0], t[6], t[7], 1e-5, impl="triton")
+            return [y, rms_norm(ys[1], t[7][:5], 1e-5, impl="triton"), *finals]
+
+        def derived(g: Any) -> list[torch.Tensor]:
+            found = g(*leaves)
+            return [*found, *torch.autograd.grad(sum(y.square().sum() for y in found), leaves)]
+
+        for got, want in zip(derived(torch.compile(f, fullgraph=True, backend="aot_eager")), derived(f), strict=True):
+            assert torch.equal(got, want)
+        (once,) = torch.autograd.grad(f(*leaves)[0].sum(), leaves[0], create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            once.sum().backward()
+        x, state = torch.randn(2, 6, requires_grad=True), torch.zeros(2, 6, 3)
+        short_conv_step(x, leaves[2], state)[0].sum().backward()
+        assert x.grad is not None
+        with pytest.raises(NotImplementedError, match="reference"):
+            short_conv_step(x, leaves[2], state, impl="triton")[0].sum().backward()
 
     def test_refusals() -> None:
         x = make_inputs(0, T=4, K=16)

@@ -13,7 +13,7 @@ from openkda.ops.kda_block.triton.step import block_kernel
 from openkda.ops.triton.api import launch, padded, record
 
 EPS = 1e-6
-SETTINGS = (8, None, False, False)
+SETTINGS = (8, None, False, False, False)
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _TOKENS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor out_gate, "
@@ -62,7 +62,7 @@ def _launch_one(
 ):
     N, _, HV, K = g.shape
     V, H, P = og.shape[3], q.shape[2] // K, old[0].shape[0]
-    warps, registers, pdl, ahead = SETTINGS
+    warps, registers, pdl, ahead, stream = SETTINGS
     dense = all(_is_dense(x) for t in (old, new) for x in t)
     tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new)
     steps = (
@@ -72,7 +72,7 @@ def _launch_one(
     )  # fmt: skip
     constants = (
         H, HV // H, K, padded(K), V, padded(V), wq.shape[1], gate, A_log is not None, dt_bias is not None,
-        slots is not None, dense, pdl, ahead and dense and P > 0,
+        slots is not None, dense, pdl, ahead and dense and P > 0, stream,
     )  # fmt: skip
     launch(
         one_kernel,

@@ -111,7 +111,7 @@ def one_kernel(
     P, bound, eps, norm_eps, scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     W: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, INDEXED: tl.constexpr,
-    DENSE: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    DENSE: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """DENSE: each sequence's state and windows are contiguous, so that their offsets are known when compiling."""
     if DENSE:
@@ -170,7 +170,11 @@ def one_kernel(
     for j in tl.static_range(GROUP):
         head = hq * GROUP + j
         h = head.to(tl.int64)
-        S = tl.load(s0_p + place * s0n + h * s0h + c[:, None] * s0k + x[None, :], m_s, other=0.0).to(tl.float32)
+        p_s = s0_p + place * s0n + h * s0h + c[:, None] * s0k + x[None, :]
+        if STREAM:
+            S = tl.load(p_s, m_s, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        else:
+            S = tl.load(p_s, m_s, other=0.0).to(tl.float32)
         z = tl.load(g_p + row * sgn + h * sgh + e, e < K, other=0.0).to(tl.float32)
         if HAS_DT:
             z += tl.load(dt_bias_p + h * K + e, e < K, other=0.0)
@@ -198,7 +202,11 @@ def one_kernel(
         u = beta * (v - sk * rk)
         o = ((sq * rq + kq * (rq * rk) * u) * scale).to(OUT).to(tl.float32)
         S += k[:, None] * (u * rk)[None, :]
-        tl.store(s1_p + place * s1n + h * s1h + c[:, None] * s1k + x[None, :], S.to(s1_p.dtype.element_ty), m_s)
+        p_s = s1_p + place * s1n + h * s1h + c[:, None] * s1k + x[None, :]
+        if STREAM:
+            tl.store(p_s, S.to(s1_p.dtype.element_ty), m_s, eviction_policy="evict_first")
+        else:
+            tl.store(p_s, S.to(s1_p.dtype.element_ty), m_s)
         o *= tl.rsqrt(tl.sum(tl.where(m_v, o * o, 0.0), axis=0) / V + norm_eps)
         tl.store(y_p + (row * HV + h) * V + x, (o * norm * sigmoid(og)).to(OUT), m_v)
         _store_window(cv1_p + place * cv1n + vchan * cv1d, cv1w, vb, vc, xv, m_v, W)

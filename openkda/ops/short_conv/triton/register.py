@@ -80,12 +80,16 @@ def _derive(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return found[:n], found[n : 2 * n], found[2 * n :], None, None
 
 
-def _refuse(ctx: Any, *grads: Any) -> None:
+def _refuse_second(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError("short_conv: second derivatives need impl='reference'")
 
 
+def _refuse_step(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("short_conv_step: the kernel has no derivative; impl='reference' has one")
+
+
 torch.library.register_autograd("openkda::short_conv", _derive, setup_context=_save, lib=_LIBRARY)
-for _name in ("short_conv_backward", "short_conv_step"):
+for _name, _rule in (("short_conv_backward", _refuse_second), ("short_conv_step", _refuse_step)):
     torch.library.register_autograd(
-        f"openkda::{_name}", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+        f"openkda::{_name}", _rule, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
     )
