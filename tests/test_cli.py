@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import subprocess
@@ -148,6 +149,25 @@ def test_mistakes(
     assert run(*(places.get(word, word) for word in arguments.split())) == code
     assert error in one_line(capsys)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_that_may_not_be_read(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever runs the tests as root may read everything, so the system's answer is played."""
+    secret, real = tmp_path / "secret.txt", builtins.open
+
+    def refuse(file: object, *args: object, **kwargs: object) -> object:
+        if Path(str(file)) == secret:
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *args, **kwargs)  # type: ignore[call-overload]
+
+    secret.write_text("x" * 1000)
+    monkeypatch.setattr(builtins, "open", refuse)
+    for command in (("train", "--data", tmp_path, "--out", tmp_path / "run"), ("train", "--data", secret)):
+        assert run(*command) == 1
+        assert str(secret) in one_line(capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["secret.txt"]
 
 
 def test_a_bug_shows_its_traceback_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ def mla(
     kv_b: Float[Tensor, "HD rank"],
     *,
     scale: float | None = None,
-    lengths: Int[Tensor, N] | None = None,
-    cu_seqlens: Int[Tensor, _n1] | None = None,
+    lengths: Int[Tensor, " _n"] | None = None,
+    cu_seqlens: Int[Tensor, " _n1"] | None = None,
     fp32_output: bool = False,
     impl: str | None = None,
 ) -> Float[Tensor, "B T H V"]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from beartype import beartype
+from jaxtyping import jaxtyped
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from openkda.ops.mla import api, expanded, packed
-from openkda.ops.mla.api import mla
 from openkda.ops.mla.call import MLACall
 
+mla = jaxtyped(typechecker=beartype)(api.mla)  # the signature's shapes, checked on every call but the bad ones
 H, NOPE, SHARED, V, RANK = 3, 16, 8, 12, 20
 
 
@@ -243,12 +245,12 @@ def test_arguments_of_torchs_varlen_kernel(kernel, monkeypatch: pytest.MonkeyPat
 def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
     q, latent, kv_b = inputs(1, 4, 4, torch.float32)
     with pytest.raises(error, match=message):
-        mla(**{"q": q, "latent": latent, "kv_b": kv_b, **change})
+        api.mla(**{"q": q, "latent": latent, "kv_b": kv_b, **change})
 
 
 def test_packing_needs_one_row() -> None:
     with pytest.raises(ValueError, match="B = 1"):
-        mla(*inputs(2, 4, 4), cu_seqlens=torch.tensor([0, 1, 4]))
+        api.mla(*inputs(2, 4, 4), cu_seqlens=torch.tensor([0, 1, 4]))
 
 
 def test_what_is_no_tensor_or_number_is_named() -> None:
@@ -257,8 +259,8 @@ def test_what_is_no_tensor_or_number_is_named() -> None:
         arguments = [q, latent, kv_b]
         arguments[i] = None
         with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, received NoneType"):
-            mla(*arguments)
+            api.mla(*arguments)
     with pytest.raises(TypeError, match=r"lengths: expected a torch\.Tensor, received list"):
-        mla(q, latent, kv_b, lengths=[5, 5])
+        api.mla(q, latent, kv_b, lengths=[5, 5])
     with pytest.raises(ValueError, match="scale: expected a finite number, received nan"):
-        mla(q, latent, kv_b, scale=float("nan"))
+        api.mla(q, latent, kv_b, scale=float("nan"))
