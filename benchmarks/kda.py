@@ -31,7 +31,8 @@ from openkda import kda
 from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda.specs import MIXED
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
-from openkda.ops.short_conv.api import short_conv
+from openkda.ops.norm.api import gated_rms_norm
+from openkda.ops.short_conv.api import short_convs
 
 D, BF16 = 128, torch.bfloat16
 Row = dict[str, Any]
@@ -134,68 +135,89 @@ def prefill_row(name: str, H: int, lengths: tuple[int, ...], gate: str, shift: f
     return row
 
 
-def decode_row(H: int, B: int, speed: float) -> Row:
-    """Ours is the whole block (convolutions, gates, recurrence, gated norm); fla's recurrence stands alone."""
-    sets = max(1, 192 // B)  # 6 MB of states a sequence: always more than the cache holds
-    gen = torch.Generator("cuda").manual_seed(0)
+class Decode:
+    """One token for B sequences, over `sets` sets of states in turn: 6 MB a sequence, always more than the cache holds."""
 
-    def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        return torch.randn(shape, generator=gen, device="cuda").to(dtype)
+    def __init__(self, H: int, B: int) -> None:
+        self.sets = sets = max(1, 192 // B)
+        gen = torch.Generator("cuda").manual_seed(0)
 
-    f32 = torch.float32
-    state = BlockState(draw(B * sets, H, D, D, dtype=f32), *(draw(B * sets, H * D, 3) for _ in range(3)))
-    weights = BlockWeights(*(draw(H * D, 4, dtype=f32) for _ in range(3)), draw(D, dtype=f32), 1e-5)
-    tokens = (*(draw(B, 1, H * D) for _ in range(3)), draw(B, 1, H, D), draw(B, 1, H), draw(B, 1, H, D))
-    gate = BoundedGate(-5.0, torch.zeros(H, device="cuda"), torch.zeros(H, D, device="cuda"))
-    slots = [torch.arange(i * B, (i + 1) * B, dtype=torch.int32, device="cuda") for i in range(sets)]
+        def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+            return torch.randn(shape, generator=gen, device="cuda").to(dtype)
 
-    def ours() -> None:
-        for s in slots:
-            kda_block(*tokens, weights=weights, state=state, gate=gate, slots=s)
+        f32 = torch.float32
+        self.state = BlockState(draw(B * sets, H, D, D, dtype=f32), *(draw(B * sets, H * D, 3) for _ in range(3)))
+        self.weights = BlockWeights(*(draw(H * D, 4, dtype=f32) for _ in range(3)), draw(D, dtype=f32), 1e-5)
+        self.tokens = (*(draw(B, 1, H * D) for _ in range(3)), draw(B, 1, H, D), draw(B, 1, H), draw(B, 1, H, D))
+        self.gate = BoundedGate(-5.0, torch.zeros(H, device="cuda"), torch.zeros(H, D, device="cuda"))
+        self.slots = [torch.arange(i * B, (i + 1) * B, dtype=torch.int32, device="cuda") for i in range(sets)]
+        self.heads = [t.view(B, 1, H, D) for t in self.tokens[:3]]
+        self.states = self.state.recurrent.view(sets, B, H, D, D)
 
-    def fla() -> float:
+    def ours_once(self, i: int = 0) -> None:
+        kda_block(*self.tokens, weights=self.weights, state=self.state, gate=self.gate, slots=self.slots[i])
+
+    def fla_once(self, i: int = 0) -> None:
         from fla.ops.kda import fused_recurrent_kda
 
-        q, k, v = (t.view(B, 1, H, D) for t in tokens[:3])
-        first = state.recurrent.view(sets, B, H, D, D)
+        fused_recurrent_kda(
+            *self.heads, self.tokens[3], self.tokens[4], self.gate.A_log, self.gate.dt_bias, initial_state=self.states[i],
+            output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
+        )  # fmt: skip
 
-        def f() -> None:
-            for i in range(sets):
-                fused_recurrent_kda(
-                    q, k, v, tokens[3], tokens[4], gate.A_log, gate.dt_bias, initial_state=first[i],
-                    output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-                    use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
-                )  # fmt: skip
+    def in_a_graph(self, once: Callable[[int], None]) -> float:
+        """Microseconds a call."""
+        return graph_median(lambda: [once(i) for i in range(self.sets)], self.sets) * 1e3
 
-        return graph_median(f, sets) * 1e3
 
+def decode_row(H: int, B: int, speed: float) -> Row:
+    """Ours is the whole block (convolutions, gates, recurrence, gated norm); fla's recurrence stands alone."""
+    x = Decode(H, B)
     # state in and out, conv windows in and out, six inputs, one output, the convolutions' weights
     moved = B * H * (2 * D * D * 4 + 18 * D * 2 + 6 * D * 2) + 3 * H * D * 16
     row: Row = {"case": f"decode H={H} B={B}, in a graph", "unit": "us", "floor": moved / speed * 1e6}
-    row["ours"] = row["triton"] = graph_median(ours, sets) * 1e3
-    row["fla"] = attempt(fla)
+    row["ours"] = row["triton"] = x.in_a_graph(x.ours_once)
+    row["fla"] = attempt(lambda: x.in_a_graph(x.fla_once))
     return row
 
 
-def prologue_row(H: int, T: int, speed: float) -> Row:
-    """What the convolutions of q, k and v add to the scan, which has l2norm and gate inside."""
+def prologue_rows(H: int, T: int, speed: float) -> list[Row]:
+    """What the convolutions of q, k and v and the gated norm add to the scan, which has l2norm and gate inside; forward alone
+    and forward with backward. Floors: every tensor once in each direction that it must go."""
     xs = [torch.randn(1, T, H * D, device="cuda").to(BF16) for _ in range(3)]
-    w = torch.randn(H * D, 4, device="cuda")
+    ws = [torch.randn(H * D, 4, device="cuda") for _ in range(3)]
+    o, gate = (torch.randn(1, T, H, D, device="cuda").to(BF16) for _ in range(2))
+    w = torch.ones(D, device="cuda")
+    one = xs[0].numel() * 2 / speed * 1e3
 
-    def f() -> None:
-        for x in xs:
-            short_conv(x, w, output_final_state=True)
+    def learn(f: Callable[..., Any], leaves: list[torch.Tensor]) -> float:
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        with torch.enable_grad():
+            up = [torch.randn_like(y) for y in f(*leaves)]
+            return median(lambda: torch.autograd.grad(f(*leaves), leaves, up))
 
-    return {"case": f"conv + SiLU of q, k, v, H={H} 1x{T}", "unit": "ms", "floor": 6 * xs[0].numel() * 2 / speed * 1e3,
-            "ours": graph_median(f), "triton": None}  # fmt: skip
+    def row(name: str, floor: float, ours: float) -> Row:
+        return {"case": f"{name}, H={H} 1x{T}", "unit": "ms", "floor": floor, "ours": ours, "triton": ours}
+
+    return [
+        row("conv + SiLU of q, k, v", 6 * one, graph_median(lambda: short_convs(xs, ws, output_final_state=True))),
+        row("the same, forward + backward", 15 * one, learn(lambda *t: short_convs(t[:3], t[3:])[0], [*xs, *ws])),
+        row("gated norm", 3 * one, graph_median(lambda: gated_rms_norm(o, gate, w, 1e-5))),
+        row("the same, forward + backward", 8 * one, learn(lambda *t: [gated_rms_norm(*t, 1e-5)], [o, gate, w])),
+    ]
 
 
-def host_row() -> Row:
+def host_rows() -> list[Row]:
     """Host time of an eager call in inference mode, on sizes that the GPU finishes sooner."""
     x = Prefill(96, (64,), "bounded", 0.0)
-    peer = attempt(lambda: host_time(x.fla))
-    return {"case": "host time a call, inference mode", "unit": "us", "floor": None, "ours": host_time(lambda: x.ours(None)),
-            "triton": host_time(lambda: x.ours("triton")), "fla": peer}  # fmt: skip
+    step = Decode(96, 1)
+    return [
+        {"case": "host time of a prefill, inference mode", "unit": "us", "floor": None, "ours": host_time(lambda: x.ours(None)),
+         "triton": host_time(lambda: x.ours("triton")), "fla": attempt(lambda: host_time(x.fla))},
+        {"case": "host time of a decoding block, inference mode", "unit": "us", "floor": None,
+         "ours": host_time(step.ours_once), "triton": None, "fla": attempt(lambda: host_time(step.fla_once))},
+    ]  # fmt: skip
 
 
 def host_time(f: Callable[[], Any], calls: int = 400) -> float:
@@ -264,7 +286,7 @@ def rows(quick: bool, speed: float) -> list[Row]:
         ]
     table = [prefill_row(*p, speed) for p in prefills]
     table += [decode_row(96, B, speed) for B in ((32,) if quick else (1, 8, 32, 256))]
-    table += [prologue_row(96, 8192, speed), host_row()]
+    table += [*prologue_rows(96, 8192, speed), *host_rows()]
     return table if quick else [*table, first_call_row()]
 
 

@@ -253,6 +253,16 @@ def test_calls_with_shared_or_unaligned_memory_go_the_long_way(log: Log) -> None
     assert log[0][1][0] == odd.data_ptr()
 
 
+def test_lazily_negated_tensors_are_resolved(log: Log) -> None:
+    """The kernel reads memory: it must be that of the negated values."""
+    c = torch.view_as_complex(torch.randn(9, 64, 2))
+    x = torch.imag(c.conj())
+    assert x.is_neg() and x.stride(-1) == 2
+    for _ in range(3):
+        rms_norm(x, z(64), 1e-5, impl="triton")
+    assert not NORM_CALLS.replays and all(a[0] != x.data_ptr() for _, a in log)
+
+
 def test_watched_calls_are_not_repeated(log: Log) -> None:
     """A dispatch mode sees the registered operator, again and again; gradients are recorded."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -55,12 +55,13 @@ def is_watched() -> bool:
 def goes_direct(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors may run its kernels without the registered operator, which costs 10 to 15 us.
 
-    The operator is for those who look at a call from outside: see `is_watched`, and autograd and tensor subclasses.
+    The operator is for those who look at a call from outside: see `is_watched`, and autograd and tensor subclasses. It also
+    resolves lazy negation (`torch.imag` of a conjugate), which a kernel would not see.
     """
     if is_watched():
         return False
     grad = torch.is_grad_enabled()
-    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad)) for t in tensors)
+    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad) and not t.is_neg()) for t in tensors)
 
 
 def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...]) -> Key | None:
@@ -73,11 +74,14 @@ def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...]) -> K
         return None
     grad = torch.is_grad_enabled()
     key: list[object] = []
-    for t in tensors:
-        if t is None:
-            key.append(None)
-        elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or (grad and t.requires_grad):
-            return None
-        else:
-            key += (t.dtype, t.shape, t.stride(), t.device)
+    try:
+        for t in tensors:
+            if t is None:
+                key.append(None)
+            elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or (grad and t.requires_grad) or t.is_neg():
+                return None
+            else:
+                key += (t.dtype, t.shape, t.stride(), t.device)
+    except RuntimeError:  # a layout without strides
+        return None
     return (*key, *options)
