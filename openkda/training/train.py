@@ -103,9 +103,11 @@ def resume(path: str | Path, *, settings: Sequence[str] = (), progress: Progress
 def _new_model(config: ModelConfig, options: TrainOptions, device: torch.device) -> HybridLM:
     """A fresh model on `device`, shown to run: what is missing or refused in it raises here, before any data is read."""
     parameters = 16 * sum(count_parameters(config).values())  # float32: weights, gradients, two moments at most
-    # Of what a step keeps of each token only what every model has: its logits, and four rows a layer.
+    # Of what a step keeps of each token only what every model has: four rows a layer (one, where layers are computed again),
+    # and its logits, of which a GPU holds a part (openkda/ops/head_loss).
     tokens = options.batch_size // options.accumulate * options.seq_len
-    batch = 4 * tokens * (config.vocab_size + 4 * config.hidden_size * config.num_hidden_layers)
+    rows = (1 if options.recompute else 4) * config.num_hidden_layers
+    batch = 4 * tokens * (config.hidden_size * rows + (config.vocab_size if device.type == "cpu" else 0))
     there = total_memory(device)
     if there is not None and parameters + batch > there:
         raise ValueError(
@@ -205,7 +207,7 @@ def _advance(trainer: Trainer) -> StepReport:
         o = trainer.options
         raise MemoryError(
             f"memory: a part of batch_size / accumulate = {o.batch_size // o.accumulate} sequences of {o.seq_len} tokens does "
-            f"not fit on {trainer.device}; raise accumulate or lower batch_size"
+            f"not fit on {trainer.device}; raise accumulate, lower batch_size, or set recompute=true"
         ) from error
 
 

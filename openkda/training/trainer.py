@@ -36,6 +36,7 @@ class Trainer:
 
     def __init__(self, options: TrainOptions, model: HybridLM, tokens: TokenFile, dtype: torch.dtype) -> None:
         self.options, self.model, self.dtype = options, model, dtype
+        model.model.gradient_checkpointing = options.recompute
         self.device = next(model.parameters()).device
         self.batches = Batches(tokens, seq_len=options.seq_len, batch_size=options.batch_size, seed=options.seed)
         self.optimizer = Optimizer(

@@ -109,6 +109,15 @@ def test_accumulation_gives_the_same_gradient(options: Make) -> None:
     assert losses[0][-1] < losses[0][0] - 0.3
 
 
+def test_recomputation_changes_no_bit(options: Make) -> None:
+    """And a run may be continued with it."""
+    straight, again = train(options("straight")), train(options("again", recompute=True))
+    assert numbers(straight.out) == numbers(again.out)
+    train(options("half"), progress=At(4, ctrl_c))
+    resumed = resume(Path(options("half").out), settings=["recompute=true"])
+    assert_same_checkpoint(straight.checkpoint, resumed.checkpoint)
+
+
 def test_a_second_ctrl_c_interrupts_at_once(options: Make) -> None:
     def twice() -> None:
         ctrl_c()
@@ -298,7 +307,7 @@ def test_a_batch_that_does_not_fit(
 
     monkeypatch.setattr(trainer_module, "token_loss", token_loss)
     message = (
-        r"batch_size / accumulate = 2 sequences of 24 tokens does not fit on cpu; raise accumulate or lower batch_size"
+        r"batch_size / accumulate = 2 sequences of 24 tokens does not fit on cpu; raise accumulate, lower batch_size"
     )
     with pytest.raises(MemoryError, match=message):
         train(options("deep/run"))
