@@ -27,8 +27,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from openkda.ops.kda.gate import BoundedGate  # noqa: E402
-
 SHARED = {80: 99 * 1024, 90: 99 * 1024, 100: 99 * 1024}  # the smallest card of the family sets the limit: 8.6 and 12.0
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 
@@ -64,7 +62,7 @@ def recorded() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {n: kwargs.pop(n) for n in ("num_warps", "num_stages", "maxnreg") if n in kwargs}
+        options = {n: kwargs.pop(n) for n in ("num_warps", "num_stages", "maxnreg", "launch_pdl") if n in kwargs}
         names = [p.name for p in self.params]
         launches.append(Launch(self, dict(zip(names, args, strict=False)) | kwargs, options))
 
@@ -126,26 +124,32 @@ def kda_launches(
     return launches
 
 
-def block_launches(T: int = 1, keep: str = "last") -> list[Launch]:
-    from openkda.ops.kda_block.api import BlockState, BlockWeights
-    from openkda.ops.kda_block.call import BlockCall
+def block_launches(T: int = 1, keep: str = "last", K: int = 128, V: int = 128) -> list[Launch]:
     from openkda.ops.kda_block.triton import launch
 
-    N, H, D = 32, 96, 128
-    narrow = [empty(N, T, H * D) for _ in range(3)]
+    N, H = 32, 96
     f32 = {"dtype": torch.float32}
-    weights = [empty(H * D, 4, **f32) for _ in range(3)]
-    state = [empty(64, H, D, D, **f32)] + [empty(64, H * D, 3) for _ in range(3)]
-    call = BlockCall(
-        *narrow, empty(N, T, H, D), empty(N, T, H), empty(N, T, H, D), BlockWeights(*weights, empty(D, **f32), 1e-5),
-        BlockState(*state), empty(N, dtype=torch.int32), BoundedGate(-5.0), 0.1, keep == "all",
-    )  # fmt: skip
+    q, k, v = empty(N, T, H * K), empty(N, T, H * K), empty(N, T, H * V)
+    tokens = (q, k, v, empty(N, T, H, K), empty(N, T, H), empty(N, T, H, V))
+    weights = [empty(H * n, 4, **f32) for n in (K, K, V)]
+    gate = (empty(H, **f32), empty(H * K, **f32))
+    state = [empty(64, H, K, V, **f32)] + [empty(64, H * n, 3) for n in (K, K, V)]
     implementation = launch.all_direct if keep == "all" else launch.pool_direct
     with recorded() as launches:
         implementation(
-            call.q, call.k, call.v, call.g, call.beta, call.out_gate, *weights, call.weights.norm,
-            empty(H, **f32), empty(H * D, **f32), *state, call.slots, 2, -5.0, 1e-5, 0.1,
-        )  # fmt: skip
+            *tokens, *weights, empty(V, **f32), *gate, *state, empty(N, dtype=torch.int32), 2, -5.0, 1e-5, 0.1
+        )
+    return launches
+
+
+def commit_launches() -> list[Launch]:
+    from openkda.ops.kda_block.triton import keep
+
+    N, T, H, D = 8, 4, 96, 128
+    state = [empty(64, H, D, D, dtype=torch.float32)] + [empty(64, H * D, 3) for _ in range(3)]
+    tokens, slots = [empty(N, T, H * D) for _ in range(3)], empty(N, dtype=torch.int32)
+    with recorded() as launches:
+        keep._keep(empty(N, T, H, D, D, dtype=torch.float32), *tokens, slots, *state, slots)
     return launches
 
 
@@ -193,6 +197,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "recurrent": lambda: kda_launches(T=4),
     "block": lambda: block_launches(),
     "block-all": lambda: block_launches(4, "all"),
+    "commit": commit_launches,
     "conv": conv_launches,
     "norm": norm_launches,
     "head-loss": head_loss_launches,
@@ -200,6 +205,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
 WIDE: dict[str, Callable[[], list[Launch]]] = {
     "exact": lambda: kda_launches(dtype=torch.float32, exact=True),
     "wide-heads": lambda: kda_launches(size=256),
+    "wide-block": lambda: block_launches(K=256),
 }
 
 
