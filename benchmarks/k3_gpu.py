@@ -9,8 +9,9 @@ LatentMoE, bounded gate, low-rank queries, gated MLA), which transformers does n
 first, against the same weights in float32 and with selection biases that no rounding can overrule (a token that takes another
 expert is no error of arithmetic): at most twice the peer's error, and the packed experts, whose values bfloat16 holds exactly,
 at most twice the plain ones'. Then the biases are 0, so that tokens spread over the experts. prefill: one sequence of 8,192
-tokens, logits of the last; decode: greedy steps, called from Python, for one sequence after 8,192 tokens and for 32 after 1,024
-each. Medians of whole calls, wall clock. Memory: weights, and the peak of anything allocated in the prefill.
+tokens, logits of the last; decode: greedy steps for one sequence after 8,192 tokens and for 32 after 1,024 each, called from
+Python and, ours, replayed from a CUDA graph (openkda/generation/graph.py; not where the host decides what runs). Medians of
+whole calls, wall clock. Memory: weights, and the peak of anything allocated in the prefill.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 
+from openkda.generation.graph import GraphDecoder
 from openkda.layers.moe import Experts, SparseMoE, pack_experts
 from openkda.layers.parameters import init_weights
 from openkda.models.config import ModelConfig
@@ -135,6 +137,9 @@ def seconds(call: Callable[[], Any], least: int = 3, limit: float = 1.0) -> floa
 
 @torch.inference_mode()
 def measure(name: str, side: Ours, ids: torch.Tensor, error: float, steps: int) -> Row:
+    replayed = not isinstance(side, Theirs)
+    if replayed:
+        check_graph(side, ids[:1, :CHECKED])
     for bias in selection_biases(side.model):
         bias.zero_()
     prompt, batch = ids[:1, :PROMPT], ids[:, :BATCH_PROMPT]
@@ -145,16 +150,40 @@ def measure(name: str, side: Ours, ids: torch.Tensor, error: float, steps: int) 
     there = torch.cuda.memory_allocated()
     row["prefill"] = PROMPT / seconds(lambda: side.prefill(prompt))
     row["peak_gib"] = row["weights_gib"] + (torch.cuda.max_memory_allocated() - there) / 2**30
-    for column, start in (("decode_1", prompt), ("decode_32", batch)):
-        token = side.prefill(start)[:, -1:].argmax(-1)
-
-        def decode(token: torch.Tensor = token) -> None:
-            for _ in range(steps):
-                token = side.step(token)[:, -1:].argmax(-1)
-
-        row[column] = start.shape[0] * steps / seconds(decode, limit=0.5)
+    for count, start in (("1", prompt), ("32", batch)):
+        token = side.prefill(start)[:, -1].argmax(-1)
+        row[f"graph_{count}"] = None
+        if replayed:
+            decoder = GraphDecoder(side.model, state=side.state)
+            try:
+                decoder.step(token)
+                row[f"graph_{count}"] = speed(decoder.step, token, steps)
+            except ValueError as refused:
+                print(f"({name}, {count}: {refused})", flush=True)
+            del decoder
+        row[f"decode_{count}"] = speed(lambda t: side.step(t.unsqueeze(1))[:, 0], token, steps)
     side.state = None
     return row
+
+
+def speed(step: Callable[[torch.Tensor], torch.Tensor], token: torch.Tensor, steps: int) -> float:
+    """Tokens a second of greedy steps from `token` [N]."""
+
+    def decode() -> None:
+        t = token
+        for _ in range(steps):
+            t = step(t).argmax(-1)
+
+    return token.numel() * steps / seconds(decode, limit=0.5)
+
+
+def check_graph(side: Ours, ids: torch.Tensor) -> None:
+    token = side.prefill(ids)[:, -1].argmax(-1)
+    decoder = GraphDecoder(side.model, state=side.state)
+    for _ in range(3):
+        a, b = decoder.step(token).float(), side.step(token.unsqueeze(1))[:, 0].float()
+        require(float((a - b).norm() / b.norm()), 1e-2, "logits from a graph, beside the same step without one")
+        token = b.argmax(-1)
 
 
 @torch.inference_mode()
@@ -218,7 +247,7 @@ def linear_rows(ids: torch.Tensor, steps: int, with_peer: bool) -> Iterator[Row]
 
 def require(error: float, budget: float, what: str) -> None:
     if not error <= 2 * budget:
-        raise SystemExit(f"{what}: error {error:.3g} against float32, more than twice {budget:.3g}")
+        raise SystemExit(f"{what}: error {error:.3g}, more than twice {budget:.3g}")
 
 
 def environment() -> dict[str, str]:
@@ -234,13 +263,20 @@ def environment() -> dict[str, str]:
 
 
 COLUMNS = {
-    "model": "", "prefill": "prefill tok/s", "decode_1": "decode tok/s, 1 sequence", "decode_32": "decode tok/s, 32 sequences",
-    "weights_gib": "weights GiB", "peak_gib": "peak of the prefill GiB", "logits_error": "logits' error",
-}  # fmt: skip
+    "model": "",
+    "prefill": "prefill tok/s",
+    "decode_1": "decode tok/s, 1 sequence",
+    "graph_1": "in a graph",
+    "decode_32": "decode tok/s, 32 sequences",
+    "graph_32": "in a graph",
+    "weights_gib": "weights GiB",
+    "peak_gib": "peak of the prefill GiB",
+    "logits_error": "logits' error",
+}
 
 
 def line(row: Row) -> str:
-    speeds = [f"{row[c]:,.0f}" for c in ("prefill", "decode_1", "decode_32")]
+    speeds = [f"{row[c]:,.0f}" if row[c] else "-" for c in ("prefill", "decode_1", "graph_1", "decode_32", "graph_32")]
     memory = [f"{row[c]:.2f}" for c in ("weights_gib", "peak_gib")]
     return "| " + " | ".join([row["model"], *speeds, *memory, f"{row['logits_error']:.1e}"]) + " |"
 
