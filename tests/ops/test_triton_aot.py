@@ -179,6 +179,17 @@ def norm_launches() -> list[Launch]:
     return launches
 
 
+def glu_launches() -> list[Launch]:
+    from openkda.ops.moe.triton import launch
+
+    with recorded() as launches:
+        x = empty(8192, 33792)
+        for kind in range(3):
+            launch.glu(x, x, kind, 4.0, 25.0)
+            launch._gradient(x, x, x, kind, 4.0, 25.0)
+    return launches
+
+
 def head_loss_launches() -> list[Launch]:
     from openkda.ops.head_loss.triton import launch
 
@@ -201,6 +212,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "conv": conv_launches,
     "norm": norm_launches,
     "head-loss": head_loss_launches,
+    "glu": glu_launches,
 }
 WIDE: dict[str, Callable[[], list[Launch]]] = {
     "exact": lambda: kda_launches(dtype=torch.float32, exact=True),

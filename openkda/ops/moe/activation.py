@@ -3,7 +3,8 @@
     SwiGLU(g, u)  = g sigmoid(g) * u
     SiTU(g, u)    = b1 tanh(g / b1) sigmoid(g) * b2 tanh(u / b2)          |out| <= b1 b2 = 100 at b1 = 4, b2 = 25
 
-The sigmoid takes the raw g. SiTU is float32 inside with one cast, so that its bound is exact in 16 bits.
+The sigmoid takes the raw g. SiTU is float32 inside with one cast, so that its bound is exact in 16 bits. On a GPU both are one
+kernel, float32 inside (openkda/ops/moe/triton).
 Source: Kimi K3 report, eq. 12.
 """
 
@@ -18,12 +19,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openkda.ops.moe import triton as kernels
+
 
 @dataclass(frozen=True)
 class SwiGLU:
     """silu(gate) * up, in the inputs' dtype."""
 
     def __call__(self, gate: Float[Tensor, "... I"], up: Float[Tensor, "... I"]) -> Float[Tensor, "... I"]:
+        if gate.is_cuda and kernels.takes(gate, up):
+            return kernels.glu(gate, up, "swiglu")
         return F.silu(gate) * up
 
 
@@ -44,6 +49,10 @@ class SiTUGLU:
         """gate, up: same shape and float dtype -> that dtype. Differentiable once; keeps only gate and up for it."""
         if gate.shape != up.shape:
             raise ValueError(f"up.shape: expected {list(gate.shape)} (that of gate), received {list(up.shape)}")
+        if gate.is_cuda and kernels.takes(gate, up):
+            if self.linear_beta is None:
+                return kernels.glu(gate, up, "situ-unbounded", self.beta)
+            return kernels.glu(gate, up, "situ", self.beta, self.linear_beta)
         return _SiTU.apply(gate, up, self.beta, self.linear_beta)
 
 
