@@ -14,8 +14,10 @@ import triton_checks as checks
 from triton_checks import BF16, F16, F32
 
 from openkda.ops.kda.api import kda, kda_step
+from openkda.ops.kda.call import CALLS as KDA_CALLS
 from openkda.ops.kda.gate import BoundedGate, SoftplusGate
-from openkda.ops.kda_block.api import BlockState, kda_block
+from openkda.ops.kda_block.api import BlockState, kda_block, kda_block_commit
+from openkda.ops.short_conv.api import short_conv
 from openkda.testing.cases import kda_cases
 from openkda.testing.compare import check_close, rel
 from openkda.testing.inputs import KDAInputs, make_inputs
@@ -124,6 +126,22 @@ def test_more_than_2_31_elements() -> None:
     assert torch.equal(whole.output[:, cut:], rest.output) and torch.equal(whole.final_state, rest.final_state)  # type: ignore[arg-type]
 
 
+def test_a_convolution_of_more_than_2_31_elements() -> None:
+    """The last rows and their gradient equal those of the same rows behind their own window."""
+    T, D, cut = 180_000, 12_288, 179_900
+    x = torch.randn(1, T, D, device="cuda", dtype=BF16).requires_grad_()
+    w = torch.randn(D, 4, device="cuda")
+    y, final = short_conv(x, w, output_final_state=True, impl="triton")
+    up = torch.zeros_like(y)
+    up[:, cut:] = 1.0
+    (dx,) = torch.autograd.grad(y, x, up)
+    tail, before = x.detach()[:, cut:].clone().requires_grad_(), x.detach()[:, cut - 3 : cut].transpose(1, 2)
+    want, want_final = short_conv(tail, w, initial_state=before, output_final_state=True, impl="reference")
+    assert rel(y[:, cut:], want) < 4e-3 and torch.equal(final, want_final)  # type: ignore[arg-type]
+    assert rel(dx[:, cut:], torch.autograd.grad(want.sum(), tail)[0]) < 6e-3
+    assert not bool(dx[:, : cut - 3].any())
+
+
 def test_graph_with_padded_rows() -> None:
     """A captured step, replayed with other slots and fewer live rows, equals the eager one by the bit; other slots stay."""
     x = make_inputs(0, B=6, T=1, K=32, H=2).to(dtype=BF16, device="cuda")
@@ -165,6 +183,43 @@ def test_block_in_a_graph() -> None:
             want = kda_block(*tokens, weights=weights, state=pools[1], gate=gate, slots=slots, impl="triton").output
             assert torch.equal(y, want)
     assert all(torch.equal(a, b) for a, b in zip(pools[0].tensors(), pools[1].tensors(), strict=True))
+
+
+def test_verify_and_commit_in_one_graph() -> None:
+    """Drafted tokens, every state, the accepted ones kept: replayed with other counts, and bit-equal to the eager calls."""
+    tokens, weights, state = checks.block_inputs(3, 4, (2, 2, 32, 32), 4, 6, "cuda", BF16)
+    slots, counts = torch.tensor([5, -1, 2], device="cuda"), torch.tensor([1, 2, 3], device="cuda")
+    gate, static = BoundedGate(), BlockState(*(t.clone() for t in state.tensors()))
+
+    def verify(pool: BlockState) -> None:
+        every = kda_block(*tokens, weights=weights, state=pool, gate=gate, slots=slots, keep="all")
+        kda_block_commit(every.states, *tokens[:3], counts, state=pool, slots=slots)  # type: ignore[arg-type]
+
+    with torch.no_grad():
+        verify(BlockState(*(t.clone() for t in state.tensors())))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            verify(static)
+        for accepted in ([4, 1, 0], [2, 0, 4], [1, 1, 1]):
+            counts.copy_(torch.tensor(accepted))
+            eager = BlockState(*(t.clone() for t in static.tensors()))
+            graph.replay()
+            verify(eager)
+            assert all(torch.equal(a, b) for a, b in zip(static.tensors(), eager.tensors(), strict=True))
+
+
+def test_repeated_calls_under_other_streams_and_memory() -> None:
+    """The tape of a call, played on a side stream and on other tensors, gives what a call looked at anew gives."""
+    side = torch.cuda.Stream()
+    for i in range(5):
+        x = make_inputs(i, T=50, K=32, use_qk_l2norm=True).to(dtype=BF16, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            got = checks.run(x)
+        side.synchronize()
+        KDA_CALLS.replays.clear()
+        want = checks.run(x)
+        assert torch.equal(got.output, want.output) and torch.equal(got.final_state, want.final_state)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
