@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openkda.ops.device.api import call_key
 from openkda.ops.kda.call import CALLS, KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda.validate import validate, validate_step
@@ -105,12 +104,11 @@ def kda(
         q, k, v, g, beta, getattr(gate, "A_log", None), getattr(gate, "dt_bias", None), initial_state, cu_seqlens,
         state_indices, state_positions,
     )  # fmt: skip
-    key = None if check_inputs else call_key(
+    key, again = (None, None) if check_inputs else CALLS.look(
         tensors,
         ("kda", type(gate), getattr(gate, "lower_bound", None), scale, output_final_state, use_qk_l2norm, use_beta_sigmoid,
          state_v_first, state_dtype, impl),
     )  # fmt: skip
-    again = None if key is None else CALLS.replays.get(key)
     done = None if again is None else again(tensors)
     if done is not None:
         return done
@@ -151,11 +149,10 @@ def kda_step(
     tensors = (
         q, k, v, g, beta, getattr(gate, "A_log", None), getattr(gate, "dt_bias", None), state, None, state_indices, None,
     )  # fmt: skip
-    key = None if check_inputs else call_key(
+    key, again = (None, None) if check_inputs else CALLS.look(
         tensors,
         ("step", type(gate), getattr(gate, "lower_bound", None), scale, use_qk_l2norm, use_beta_sigmoid, state_v_first, impl),
     )  # fmt: skip
-    again = None if key is None else CALLS.replays.get(key)
     done = None if again is None else again(tensors)
     if done is not None:
         return done

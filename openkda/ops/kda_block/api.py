@@ -14,7 +14,6 @@ from types import ModuleType
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openkda.ops.device.api import call_key
 from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState, BlockWeights
 from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens
@@ -67,10 +66,9 @@ def kda_block(
     Returns: `BlockOutput`. Raises: ValueError or TypeError, showing expected and received, before anything runs.
     """
     tensors = _tensors(q, k, v, g, beta, out_gate, weights, state, slots, gate)
-    key = None if tensors is None else call_key(
+    key, again = (None, None) if tensors is None else CALLS.look(
         tensors, (type(gate), gate.lower_bound, weights.norm_eps, scale, keep, impl)
     )  # fmt: skip
-    again = None if key is None else CALLS.replays.get(key)
     done = None if again is None or tensors is None else again(tensors, state)
     if done is not None:
         return done

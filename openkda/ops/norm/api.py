@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from openkda.ops.device.api import Repeated, call_key, choose_module
+from openkda.ops.device.api import Repeated, choose_module
 
 __all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "gated_rms_norm", "l2norm", "rms_norm"]
 
@@ -42,8 +42,7 @@ def rms_norm(
         impl: a name out of IMPLEMENTATIONS; None chooses.
     Returns: [..., D] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
     """
-    key = call_key((x, None, weight), ("plain", eps, impl))
-    again = None if key is None else CALLS.replays.get(key)
+    key, again = CALLS.look((x, None, weight), ("plain", eps, impl))
     y = None if again is None else again((x, None, weight))
     if y is not None:
         return y
@@ -69,8 +68,7 @@ def gated_rms_norm(
         impl: a name out of IMPLEMENTATIONS; None chooses.
     Returns: [..., V] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
     """
-    key = call_key((x, gate, weight), ("gated", eps, impl))
-    again = None if key is None else CALLS.replays.get(key)
+    key, again = CALLS.look((x, gate, weight), ("gated", eps, impl))
     y = None if again is None else again((x, gate, weight))
     if y is not None:
         return y

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openkda.ops.device.api import Repeated, call_key, choose_module
+from openkda.ops.device.api import Repeated, choose_module
 from openkda.ops.packing.api import check_cu_seqlens
 
 __all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "short_conv", "short_conv_step", "short_convs"]
@@ -80,12 +80,11 @@ def short_convs(
     xs: [B, T, D_i] of one dtype; weights: [D_i, W] of one W; initial_states: one [N, D_i, W - 1] for each x, or None.
     Returns: (the outputs, the final states or None), as `short_conv` does for each. Raises and differentiates as it does.
     """
-    key, tensors = None, cast("tuple[Tensor | None, ...]", ())
+    key, again, tensors = None, None, cast("tuple[Tensor | None, ...]", ())
     if all(type(items) in (tuple, list, type(None)) for items in (xs, weights, initial_states)):
         tensors = (*xs, *weights, *(initial_states or ()), cu_seqlens)
         options = (len(xs), len(weights), initial_states is None, output_final_state, activation, impl)
-        key = call_key(tensors, options)
-    again = None if key is None else CALLS.replays.get(key)
+        key, again = CALLS.look(tensors, options)
     done = None if again is None else again(tensors)
     if done is not None:
         return done
