@@ -72,8 +72,8 @@ class Repeated:
 
 
 def guard_of(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
-    """True only of tensors with the types, dtypes, sizes, strides and devices of those here (without the Nones), and under the same
-    gradient and dispatch modes. None where this torch has no such guards, which are torch.compile's.
+    """True only of tensors with the types, dtypes, sizes, strides and devices of those here (without the Nones), and under the
+    same gradient and dispatch modes. None where this torch has no such guards, which are torch.compile's.
     """
     here = [t for t in tensors if t is not None]
     try:
