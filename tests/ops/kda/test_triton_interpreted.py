@@ -101,9 +101,9 @@ if INTERPRETED:
 
     def test_refusals() -> None:
         x = make_inputs(0, T=4, K=16)
-        with pytest.raises(NotImplementedError, match="gradients"):
-            at = torch.tensor([1])
-            kda(x.q.requires_grad_(), x.k, x.v, x.g, x.beta, gate=x.gate, state_positions=at, impl="triton")
+        wide = make_inputs(0, T=4, K=136)
+        with pytest.raises(NotImplementedError, match="gradients with float32 operands up to K=128, received K=136"):
+            kda(wide.q.requires_grad_(), wide.k, wide.v, wide.g, wide.beta, gate=wide.gate, impl="triton")
         with torch.no_grad(), pytest.raises(NotImplementedError, match="float64"):
             kda(x.q.double(), x.k.double(), x.v.double(), x.g, x.beta, gate=x.gate, impl="triton")
         with torch.no_grad(), pytest.raises(NotImplementedError, match="bfloat16"):

@@ -73,7 +73,9 @@ class Direct(torch.autograd.Function):
     """forward(*tensors) -> (o, final, kept), for the ten tensors of `_save`; options: of `openkda::kda_backward`."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Callable[..., tuple[Tensor, ...]], options: tuple[Any, ...], *tensors: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, forward: Callable[..., tuple[Tensor, ...]], options: tuple[Any, ...], *tensors: Tensor | None
+    ) -> Any:
         output = forward(*tensors)
         _save(ctx, (*tensors, *options), output)
         return output

@@ -1,11 +1,10 @@
-"""Host side of the backward: five kernels, workspace freed as soon as the next stage has read it.
+"""Host side of the backward: six kernels, workspace freed as soon as the next stage has read it.
 
-    prepare -> replay -> reverse_scan -> products -> gradients
+    prepare -> join -> replay -> reverse_scan -> products -> gradients
 
-The walks go in the forward's chunks of 16 tokens; states and their gradients are kept every 64, the chunk of the last two
-kernels (at 64 the first kernel took 20 s to compile and spilled; states every 16 tokens would be 8 n).
-Nothing is kept from the forward but its inputs: the walk over chunks is run again (`replay.py`). With n = the bytes of a
-16-bit [T, HV, K] tensor, the workspace peaks at 13 n, the gradients included.
+`prepare` works on the forward's tiles of 16 tokens, everything behind `join` on chunks of 64. Nothing is kept from the forward
+but its inputs and output: the walk over chunks is run again (`replay.py`). With n = the bytes of a 16-bit [T, HV, K] tensor,
+the workspace peaks at 13 n, the gradients included.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from openkda.ops.kda.triton.gradients import gradients_kernel, sums
-from openkda.ops.kda.triton.launch import EPS, Args, state_strides
-from openkda.ops.kda.triton.prepare64 import prepare64_kernel
+from openkda.ops.kda.triton.join import join_kernel
+from openkda.ops.kda.triton.launch import CHUNK, EPS, Args, state_strides
+from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
 from openkda.ops.kda.triton.replay import replay_kernel
 from openkda.ops.kda.triton.reverse_scan import reverse_scan_kernel
-from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
+from openkda.ops.triton.api import QUICK, ceil_div, launch, padded, steps_of
 
 C = 64
 MAX_EXACT = 128
@@ -40,7 +40,7 @@ def backward(
     B, T, H, HV, K, V = a.sizes
     N, BK = a.num_sequences, padded(K)
     sequences = N if chain is None else chain.numel() - 1
-    slots = B * ceil_div(T, C) if a.cu is None else T // C + N
+    tiles, slots = (B * ceil_div(T, c) if a.cu is None else T // c + N for c in (CHUNK, C))
     exact = a.exact or _needs_exact(a)
     op = torch.float32 if exact else torch.float16 if a.l2norm else torch.bfloat16
     keep = torch.float32 if exact else torch.float16
@@ -49,63 +49,72 @@ def backward(
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
-    factors, tm, decay = new(3, HV, slots, C, BK, dtype=op), new(HV, slots, 2, C, C, dtype=small), new(HV, slots, BK)
-    kd, qd, ke = factors.unbind()
-    norm = new(HV, slots, 2, C) if a.l2norm else decay
+    factors, tm, decay = new(3, HV, tiles, CHUNK, BK, dtype=op), new(HV, tiles, 2, CHUNK, CHUNK), new(HV, tiles, BK)
+    log, norm = new(HV, tiles, CHUNK, BK, dtype=keep), new(HV, tiles, 3, CHUNK) if a.l2norm else decay
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
-    BC, warps = _prepare_settings(BK, exact)
     launch(
-        prepare64_kernel, slots * HV,
-        (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, _sums(keep, o.device), kd, qd, ke, tm, decay, norm),
-        (*qkg, *a.beta.stride()), (T, N, slots, a.bound, EPS),
-        (HV, HV // H, K, BK, BC, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, _TL[op], prec), warps, o.device,
+        prepare_kernel, tiles * HV,
+        (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, *factors.unbind(), tm, decay, norm, log),
+        (*qkg, *a.beta.stride()), (T, N, tiles, a.bound, EPS),
+        (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, False,
+         _TL[op], prec, prec, prec, True, True), 1, o.device,
     )  # fmt: skip
 
+    joined, tm64, decay64 = new(3, HV, slots, C, BK, dtype=op), new(HV, slots, 2, C, C, dtype=small), new(HV, slots, BK)
+    BC, warps = _join_settings(BK, exact)
+    launch(
+        join_kernel, slots * HV, (a.cu, *factors.unbind(), tm, decay, *joined.unbind(), tm64, decay64),
+        (), (T, N, slots, tiles), (HV, BK, BC, packed, _TL[op], prec), warps, o.device,
+    )  # fmt: skip
+    (kd, qd, ke), tm, decay = joined.unbind(), tm64, decay64
+    del factors, tm64
+
     s, u = new(HV, slots, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
-    s_unit, u_unit = (decay, decay) if exact else (new(HV, slots, V), new(HV, slots, V))
-    BV, warps, stages = _scan_settings(BK, padded(V), exact)
-    walks = ceil_div(V, BV) * HV
-    sizes = (HV, K, BK, V, BV, C, packed)
+    BU, warps, stages = _scan_settings(BK, padded(V), exact, o.device)
+    NV = ceil_div(V, BU)
+    u_unit, s_unit, to_unit, dd_unit, ds_unit = new(5, HV, slots, NV).unbind()
+    sizes = (HV, K, BK, V, BU, C, packed)
     kinds = (_TL[keep], _TL[op], prec, stages)
     launch(
-        replay_kernel, walks * N, (a.v, u, a.cu, a.state, s, u_unit, s_unit, kd, ke, tm, decay),
+        replay_kernel, NV * HV * N, (a.v, u, a.cu, a.state, s, u_unit, s_unit, kd, ke, tm, decay),
         (*steps_of(a.v), *state_strides(a.state, a.v_first)), (T, N, slots),
         (*sizes, a.state is not None, *kinds), warps, o.device,
     )  # fmt: skip
 
     ds, dd = new(HV, slots, V, BK, dtype=keep), new(B, T, HV, V, dtype=keep)
     dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
-    ds_unit, dd_unit = (decay, decay) if exact else (new(HV, slots, V), new(HV, slots, V))
+    to = u if do is None else new(B, T, HV, V, dtype=keep)
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     launch(
-        reverse_scan_kernel, walks * sequences,
-        (do, dv, dd, a.cu, chain, ds1, ds0, ds, dd_unit, ds_unit, kd, qd, ke, tm, decay),
+        reverse_scan_kernel, NV * HV * sequences,
+        (do, dv, dd, to, a.cu, chain, ds1, ds0, ds, dd_unit, to_unit, ds_unit, kd, qd, ke, tm, decay),
         (*do_steps, *steps_of(dd), *state_strides(ds1, a.v_first)), (T, N, slots, a.scale),
         (*sizes, chain is not None, ds1 is not None, want_ds0, do is not None, *kinds), warps, o.device,
     )  # fmt: skip
-    del factors, kd, qd, ke, tm
+    del joined, kd, qd, ke, tm
 
     d, d_unit = new(HV, slots, 2, C, C, dtype=keep), new(HV, slots)
     dbeta, rows = new(B, T, HV), new(2, B, T, HV)
-    BV, warps, stages = _products_settings(padded(V), exact)
+    BV, warps, stages = _products_settings(BU, exact)
     launch(
-        products_kernel, slots * HV, (a.v, a.beta, a.cu, o, do, u, dd, u_unit, dd_unit, d, d_unit, dbeta, rows),
-        (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, a.scale),
-        (HV, V, BV, C, packed, a.l2norm, a.sigmoid, do is not None, _TL[keep], prec, not exact, stages), warps, o.device,
+        products_kernel, slots * HV,
+        (a.v, a.beta, a.cu, o, to, u, dd, to_unit, u_unit, dd_unit, d, d_unit, dbeta, rows),
+        (*steps_of(a.v), *a.beta.stride()), (B, T, N, slots, a.scale),
+        (HV, V, BV, BU, C, packed, a.l2norm, a.sigmoid, do is not None, prec, not exact, stages), warps, o.device,
     )  # fmt: skip
 
     dq, dk = (new(B, T, HV, K, dtype=a.q.dtype if HV == H else torch.float32) for _ in "qk")
     dz = new(B, T, HV, K, dtype=a.g.dtype)
     d_bias, d_A = (new(slots, HV, K) if has else None for has in (has_dt, has_A))
-    BS, BV, warps, stages = _gradients_settings(BK, padded(V), exact)
+    BS, BV, warps, stages, registers = _gradients_settings(BK, BU, exact)
     launch(
         gradients_kernel, BK // BS * slots * HV,
-        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, d, d_unit,
-         _sums(keep, o.device), norm, rows, dq, dk, dz, d_bias, d_A),
-        (*qkg, *do_steps), (B, T, N, slots, a.bound, a.scale),
-        (HV, HV // H, K, BK, BS, V, BV, a.gate, has_A, has_dt, packed, a.l2norm, do is not None, _TL[keep], _TL[op],
-         tl.float32 if op == torch.float16 else _TL[op], prec, not exact, stages), warps, o.device,
+        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, to, u, dd, s, ds, to_unit, u_unit, dd_unit, s_unit, ds_unit,
+         log, decay, d, d_unit, _sums(keep, o.device), norm, rows, dq, dk, dz, d_bias, d_A),
+        qkg, (B, T, N, slots, tiles, a.bound),
+        (HV, HV // H, K, BK, BS, V, BV, BU, a.gate, has_A, has_dt, packed, a.l2norm, do is not None, _TL[op],
+         tl.float32 if op == torch.float16 else _TL[op], prec, _term(exact), not exact, stages), warps, o.device, registers=registers,
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))
@@ -117,11 +126,16 @@ def backward(
     )  # fmt: skip
 
 
-def _scan_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int]:
-    """(BV, warps, pipeline stages) of the two walks. At BK = 256 blocks of 64 spilled 134 times, blocks of 32 nowhere."""
+def _scan_settings(BK: int, BV: int, exact: bool, device: torch.device) -> tuple[int, int, int]:
+    """(BV, warps, pipeline stages) of the two walks. Blocks of 64 need 172 KB of shared memory, which only the data centre's
+    cards have; at BK = 256 blocks of 32 spill nowhere."""
     if exact:
-        return 16, 8 if BK > 64 else 4, 2
-    return (min(32, BV), 8, 2) if BK > 128 else (min(64, BV), 8, 2)
+        return 16, 8, 1
+    return (
+        (min(64, BV), 8, 2)
+        if BK <= 128 and _shared_memory(device) >= 176 * 1024
+        else (min(32, BV), 8, 1 if BK > 128 else 2)
+    )
 
 
 def _needs_exact(a: Args) -> bool:
@@ -130,9 +144,14 @@ def _needs_exact(a: Args) -> bool:
     return not a.l2norm and a.q.shape[-1] <= MAX_EXACT
 
 
-def _prepare_settings(BK: int, exact: bool) -> tuple[int, int]:
-    """(channels at a time, warps) of `prepare64_kernel`."""
-    return (16, 4) if exact else (min(32, BK), 4)
+def _term(exact: bool) -> tl.constexpr:
+    """What three terms make a float32 of, in sums over later tokens. Triton's interpreter computes bfloat16 wrongly."""
+    return tl.bfloat16 if QUICK and not exact else tl.float32
+
+
+def _join_settings(BK: int, exact: bool) -> tuple[int, int]:
+    """(channels at a time, warps) of `join_kernel`."""
+    return min(32, BK), 4
 
 
 def _products_settings(BV: int, exact: bool) -> tuple[int, int, int]:
@@ -140,9 +159,9 @@ def _products_settings(BV: int, exact: bool) -> tuple[int, int, int]:
     return (min(32, BV), 4, 1) if exact else (min(64, BV), 4, 1)
 
 
-def _gradients_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int, int]:
-    """(channels a program, value channels at a time, warps, pipeline stages) of `gradients_kernel`."""
-    return (16, min(16, BV), 4, 1) if exact else (min(32, BK), min(64, BV), 4, 1)
+def _gradients_settings(BK: int, BV: int, exact: bool) -> tuple[int, int, int, int, int | None]:
+    """(channels a program, value channels at a time, warps, pipeline stages, most registers) of `gradients_kernel`."""
+    return (16, min(16, BV), 4, 1, None) if exact else (min(32, BK), min(64, BV), 4, 1, None)
 
 
 @cache

@@ -39,28 +39,18 @@ from openkda.ops.kda.triton.gate_math import (
     decay_rate,
     find_sequence,
     log2_decay,
-    power_of_two,
+    quick_exp2,
     round_mantissa,
     sigmoid,
 )
 
 
 def sums(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[4, 64, 64] of zeros and ones: of which tokens j the log decay counts for token i. From the chunk's start to i; from i
-    to its end; at levels 32 and 16, between i and the border of its run."""
+    """[5, 64, 64] of zeros and ones: of which tokens j the log decay counts for token i. From the chunk's start to i; from i
+    to its end; at levels 32 and 16, between i and the border of its run; and j >= i."""
     i, j = torch.arange(64, device=device)[:, None], torch.arange(64, device=device)[None, :]
     level = [(i // b == j // b) & ((j > i) ^ (i // b % 2 == 1)) for b in (32, 16)]
-    return torch.stack([j <= i, j > i, *level]).to(dtype)
-
-
-@triton.jit
-def row_scaled(x, OP: tl.constexpr):
-    """An operand for x [rows, n], and what multiplies each row of the product back: float16 carries a power of two a row."""
-    if tl.float16 == OP:
-        up, down = power_of_two(tl.max(tl.abs(x), axis=1), 14)
-        return (x * up[:, None]).to(OP), down
-    else:
-        return x.to(OP), tl.full([x.shape[0]], 1.0, tl.float32)
+    return torch.stack([j <= i, j > i, *level, j >= i]).to(dtype)
 
 
 @triton.jit
@@ -69,22 +59,22 @@ def tokens(p, m):
 
 
 @triton.jit
-def load_scaled(p, p_unit, x, m, HV: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr):
-    """[64, BV] of U or dD in float32. In 16 bits every chunk and value channel have a power of two in `unit`."""
-    t = tl.arange(0, 64)
-    y = tl.load(p + (t * (HV * V))[:, None] + x[None, :], m, other=0.0).to(tl.float32)
+def unit_of(p, block, v0, V: tl.constexpr, BU: tl.constexpr, UNITS: tl.constexpr):
+    """What `replay.keep` divided the value channels from v0 on by, for the walks' blocks of BU."""
+    unit = 1.0
     if UNITS:
-        y *= tl.load(p_unit + x, x < V, other=0.0)[None, :]
-    return y
+        unit = tl.load(p + block * ((V + BU - 1) // BU) + v0 // BU)
+    return unit
 
 
 @triton.jit
 def _from_states(
-    p_do, sot, p_u, p_dd, p_s, p_ds, p_unit_u, p_unit_dd, p_unit_s, p_unit_ds, real, c,
-    HV: tl.constexpr, HAS_DO: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    KEEP: tl.constexpr, PREC: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+    p_to, p_u, p_dd, p_s, p_ds, to_unit_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p, block, real, c,
+    HV: tl.constexpr, HAS_DO: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BK: tl.constexpr,
+    BS: tl.constexpr, PREC: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """do S^T, dD S^T, U dS'^T [64, BS] and sum_v S dS' [BS]."""
+    """scale do S^T, dD S^T, U dS'^T [64, BS] and sum_v S dS' [BS]."""
+    t = tl.arange(0, 64)
     dqd = tl.zeros([64, BS], tl.float32)
     dkd = tl.zeros([64, BS], tl.float32)
     dke = tl.zeros([64, BS], tl.float32)
@@ -93,30 +83,35 @@ def _from_states(
         x = v0 + tl.arange(0, BV)
         m_v = x < V
         m = real[:, None] & m_v[None, :]
+        at = (t * (HV * V))[:, None] + x[None, :]
         S = tl.load(p_s + x[:, None] * BK + c[None, :], m_v[:, None], other=0.0)
         dS = tl.load(p_ds + x[:, None] * BK + c[None, :], m_v[:, None], other=0.0)
-        u = load_scaled(p_u, p_unit_u, x, m, HV, V, UNITS)
-        dd = load_scaled(p_dd, p_unit_dd, x, m, HV, V, UNITS)
-        pair = tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
-        if UNITS:  # the states' power of two a value channel joins the other operand
-            s_unit = tl.load(p_unit_s + x, m_v, other=0.0)
-            ds_unit = tl.load(p_unit_ds + x, m_v, other=0.0)
-            pair = tl.sum(S.to(tl.float32) * dS.to(tl.float32) * (s_unit * ds_unit)[:, None], axis=0)
-            u *= ds_unit[None, :]
-            dd *= s_unit[None, :]
-        both += pair
+        s_unit = unit_of(s_unit_p, block, v0, V, BU, UNITS)
+        ds_unit = unit_of(ds_unit_p, block, v0, V, BU, UNITS)
+        both += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0) * (s_unit * ds_unit)
         if HAS_DO:
-            t = tl.arange(0, 64)
-            do = tokens(p_do + (t[:, None] * sot + x[None, :]), m)
-            if UNITS:
-                do *= s_unit[None, :]
-            a, down = row_scaled(do, KEEP)
-            dqd += tl.dot(a, S, input_precision=PREC) * down[:, None]
-        a, down = row_scaled(dd, KEEP)
-        dkd += tl.dot(a, S, input_precision=PREC) * down[:, None]
-        a, down = row_scaled(u, KEEP)
-        dke += tl.dot(a, dS, input_precision=PREC) * down[:, None]
+            do = tl.load(p_to + at, m, other=0.0)
+            dqd += tl.dot(do, S, input_precision=PREC) * (unit_of(to_unit_p, block, v0, V, BU, UNITS) * s_unit)
+        dd = tl.load(p_dd + at, m, other=0.0)
+        dkd += tl.dot(dd, S, input_precision=PREC) * (unit_of(dd_unit_p, block, v0, V, BU, UNITS) * s_unit)
+        u = tl.load(p_u + at, m, other=0.0)
+        dke += tl.dot(u, dS, input_precision=PREC) * (unit_of(u_unit_p, block, v0, V, BU, UNITS) * ds_unit)
     return dqd, dkd, dke, both
+
+
+@triton.jit
+def later(x, sums_p, TERM: tl.constexpr):
+    """Sums over a token and all later ones [64, BS], good to float32: what cancels there must have been kept."""
+    t = tl.arange(0, 64)
+    w = tl.load(sums_p + 4 * 4096 + t[:, None] * 64 + t[None, :]).to(TERM)
+    if tl.float32 == TERM:
+        return tl.dot(w, x, input_precision="tf32x3")
+    else:
+        high = x.to(TERM)
+        x -= high.to(tl.float32)
+        middle = x.to(TERM)
+        low = (x - middle.to(tl.float32)).to(TERM)
+        return tl.dot(w, high, tl.dot(w, middle, tl.dot(w, low)))
 
 
 @triton.jit
@@ -165,8 +160,8 @@ def _inside_tiles(
     if GATE == GATE_BOUNDED:
         w = tl.broadcast_to((j <= i).to(g.dtype), [4, 16, 16])
         x = tl.dot(w, g, input_precision=PREC) - bound * (8.0 * LOG2E)
-        up = tl.exp2(x)
-        down = tl.exp2(-x)
+        up = quick_exp2(x)
+        down = quick_exp2(-x)
         qu = q * up
         ku = k * up
         kd = k * down
@@ -190,7 +185,7 @@ def _inside_tiles(
         for level in tl.range(0, 4, num_stages=1):
             upper = (i >> level) % 2 == 1
             w = ((i >> level) == (j >> level)) & ((j > i) ^ upper)
-            e = tl.exp2(tl.dot(tl.broadcast_to(w.to(g.dtype), [4, 16, 16]), g, input_precision=PREC))
+            e = quick_exp2(tl.dot(tl.broadcast_to(w.to(g.dtype), [4, 16, 16]), g, input_precision=PREC))
             m = upper & ((j >> level) % 2 == 0) & ((i >> (level + 1)) == (j >> (level + 1)))
             M = tl.where(m, dM, 0.0).to(OP)
             A = tl.where(m, dA, 0.0).to(OP)
@@ -222,30 +217,30 @@ def _between_tiles(p_d, b: tl.constexpr, sums_p, q, k, g, unit, OP: tl.constexpr
     m = across(i, j, b)
     M = tl.load(p_d + i * 64 + j, m, other=0.0).to(OP)
     A = tl.load(p_d + 4096 + i * 64 + j, m, other=0.0).to(OP)
-    e = tl.exp2(level_sums(2 if b == 32 else 3, sums_p, g, PREC))
+    e = quick_exp2(level_sums(2 if b == 32 else 3, sums_p, g, PREC))
     return _both_ways(M, A, tl.trans(M), tl.trans(A), q, k, e, i // b % 2 == 1, unit, OP, PREC)
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "slots"])
+@triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
 def gradients_kernel(
-    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, do_p, u_p, dd_p, s_p, ds_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
-    d_p, d_unit_p, sums_p, norm_p, rows_p, dq_p, dk_p, dz_p, ddt_p, dA_log_p,
-    sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh, sob, sot, soh,
-    B, T, N, slots, bound, scale,
+    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, to_p, u_p, dd_p, s_p, ds_p, to_unit_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
+    log_p, decay_p, d_p, d_unit_p, sums_p, norm_p, rows_p, dq_p, dk_p, dz_p, ddt_p, dA_log_p,
+    sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh,
+    B, T, N, slots, tiles, bound,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, V: tl.constexpr,
-    BV: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
-    L2NORM: tl.constexpr, HAS_DO: tl.constexpr, KEEP: tl.constexpr, OP: tl.constexpr, WIDE: tl.constexpr, PREC: tl.constexpr,
-    UNITS: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr, BU: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, HAS_DO: tl.constexpr, OP: tl.constexpr, WIDE: tl.constexpr, PREC: tl.constexpr,
+    TERM: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk of 64 tokens, value head and slice of BS channels.
 
-    u, dd [B, T, HV, V] with units [HV, slots, V]; s, ds [HV, slots, V, BK] with units [HV, slots, V]; d [HV, slots, 2, 64, 64]
-    with d_unit [HV, slots] from `products.py`; norm [HV, slots, 2, 64] from `prepare64.py`, rows [2, B, T, HV] from
-    `products.py`. Writes dq, dk, dz [B, T, HV, K], ddt and dA_log [slots, HV, K].
+    u, dd, to = scale do [B, T, HV, V]; s, ds [HV, slots, V, BK]; their units [HV, slots, V / BU]. From `prepare.py` the log2
+    decays log [HV, tiles, 16, BK] and norm [HV, tiles, 3, 16]; decay [HV, slots, BK] of whole chunks from `join.py`. From
+    `products.py` d [HV, slots, 2, 64, 64] with d_unit [HV, slots], rows [2, B, T, HV].
+    Writes dq, dk, dz [B, T, HV, K], ddt and dA_log [slots, HV, K].
     """
     C: tl.constexpr = 64
     NS: tl.constexpr = BK // BS
-    GT: tl.constexpr = tl.float32 if tl.float32 == KEEP else tl.float16
     pid = tl.program_id(0).to(tl.int64)
     c = (pid % NS).to(tl.int32) * BS + tl.arange(0, BS)
     h = pid // NS % HV
@@ -255,12 +250,14 @@ def gradients_kernel(
         start = tl.load(cu_p + n).to(tl.int64)
         first = (slot - (start // C + n)) * C
         length = tl.load(cu_p + n + 1).to(tl.int64) - start
+        tile0 = start // 16 + n + first // 16
         batch = n * 0
     else:
         per = tl.cdiv(T, C)
         batch = slot // per
         first = (slot % per) * C
         length = T.to(tl.int64)
+        tile0 = batch * tl.cdiv(T, 16) + first // 16
         start = batch * 0
     m_c = c < K
     p_sum = (slot * HV + h) * K + c
@@ -276,7 +273,7 @@ def gradients_kernel(
     p_q = q_p + batch * sqb + h // GROUP * sqh + row * sqt
     p_k = k_p + batch * skb + h // GROUP * skh + row * skt
     p_z = g_p + batch * sgb + h * sgh + row * sgt
-    p_norm = norm_p + block * (2 * C)
+    p_norm = norm_p + (h * tiles + tile0) * 48
     p_d = d_p + block * (2 * C * C)
     unit = tl.load(d_unit_p + block)
     rate = 1.0
@@ -286,35 +283,30 @@ def gradients_kernel(
     if HAS_DT:
         bias = tl.load(dt_bias_p + h * K + c, m_c, other=0.0)
 
+    p_log = log_p + (h * tiles + tile0) * (16 * BK)
     # What the states say comes first: its three sums take the registers that q, k and the decay need later.
     t = tl.arange(0, C)
     real = t < left
     m = real[:, None] & m_c[None, :]
+    at_norm = t // 16 * 48 + t % 16
     at = (batch * T + row) * HV + h
-    p_do = do_p
-    if HAS_DO:
-        p_do = do_p + batch * sob + h * soh + row * sot
     dqd, dkd, dke, both = _from_states(
-        p_do, sot, u_p + at * V, dd_p + at * V, s_p + block * (V * BK), ds_p + block * (V * BK), u_unit_p + block * V,
-        dd_unit_p + block * V, s_unit_p + block * V, ds_unit_p + block * V, real, c, HV, HAS_DO, V, BV, BK, BS, KEEP, PREC, UNITS,
-        STAGES,
+        to_p + at * V, u_p + at * V, dd_p + at * V, s_p + block * (V * BK), ds_p + block * (V * BK), to_unit_p, u_unit_p,
+        dd_unit_p, s_unit_p, ds_unit_p, block, real, c, HV, HAS_DO, V, BV, BU, BK, BS, PREC, UNITS, STAGES,
     )  # fmt: skip
     q = tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
     k = tokens(p_k + (t[:, None] * skt + c[None, :]), m)
     if L2NORM:
-        q *= tl.load(p_norm + C + t)[:, None]
-        k *= tl.load(p_norm + t)[:, None]
-    g = log2_decay(tokens(p_z + (t[:, None] * sgt + c[None, :]), m) + bias[None, :], rate, bound, GATE)
-    g = tl.where(m, g, 0.0)
-    whole = tl.sum(g, axis=0)
-    g = g.to(GT)
-    near = tl.exp2(level_sums(0, sums_p, g, PREC))
-    dq = dqd * near * scale
+        q *= tl.load(p_norm + 16 + at_norm, real, other=0.0)[:, None]
+        k *= tl.load(p_norm + at_norm, real, other=0.0)[:, None]
+    g = tl.load(p_log + (t[:, None] * BK + c[None, :]), real[:, None], other=0.0)
+    near = quick_exp2(level_sums(0, sums_p, g, PREC))
+    dq = dqd * near
     dkd *= near
-    dke *= tl.exp2(level_sums(1, sums_p, g, PREC))
+    dke *= quick_exp2(level_sums(1, sums_p, g, PREC))
     dk = dke - dkd
     dP = q * dq - k * (dkd + dke)
-    carry = both * tl.exp2(whole) + tl.sum(k * dke, axis=0)
+    carry = both * tl.load(decay_p + block * BK + c) + tl.sum(k * dke, axis=0)
 
     for level in tl.static_range(0, 2):
         tl.debug_barrier()
@@ -326,27 +318,26 @@ def gradients_kernel(
     tl.debug_barrier()
     t3 = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
     real3 = t3 < left
+    at_norm3 = t3 // 16 * 48 + t3 % 16
     m3 = real3[:, :, None] & m_c[None, None, :]
     q = tokens(p_q + (t3[:, :, None] * sqt + c[None, None, :]), m3)
     k = tokens(p_k + (t3[:, :, None] * skt + c[None, None, :]), m3)
     if L2NORM:
-        q *= tl.load(p_norm + C + t3)[:, :, None]
-        k *= tl.load(p_norm + t3)[:, :, None]
-    g = log2_decay(
-        tokens(p_z + (t3[:, :, None] * sgt + c[None, None, :]), m3) + bias[None, None, :], rate, bound, GATE
-    )
-    q1, d, p = _inside_tiles(p_d, q, k, tl.where(m3, g, 0.0).to(GT), unit, bound, GATE, OP, WIDE, PREC)
+        q *= tl.load(p_norm + 16 + at_norm3, real3, other=0.0)[:, :, None]
+        k *= tl.load(p_norm + at_norm3, real3, other=0.0)[:, :, None]
+    g = tl.load(p_log + (t3[:, :, None] * BK + c[None, None, :]), real3[:, :, None], other=0.0)
+    q1, d, p = _inside_tiles(p_d, q, k, g, unit, bound, GATE, OP, WIDE, PREC)
     dq += tl.reshape(q1, [C, BS])
     dk += tl.reshape(d, [C, BS])
     dP += tl.reshape(p, [C, BS])
     tl.debug_barrier()
-    dg = tl.cumsum(dP, axis=0, reverse=True) + carry[None, :]
+    dg = later(dP, sums_p, TERM) + carry[None, :]
     if L2NORM:
         p_rows = rows_p + at
         along_q = tl.load(p_rows + t * HV, real, other=0.0)
         along_k = tl.load(p_rows + B.to(tl.int64) * T * HV + t * HV, real, other=0.0)
-        q_norm = tl.load(p_norm + C + t)
-        k_norm = tl.load(p_norm + t)
+        q_norm = tl.load(p_norm + 16 + at_norm, real, other=0.0)
+        k_norm = tl.load(p_norm + at_norm, real, other=0.0)
         q = tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
         k = tokens(p_k + (t[:, None] * skt + c[None, :]), m)
         dq = q_norm[:, None] * (dq - q * (q_norm * along_q)[:, None])

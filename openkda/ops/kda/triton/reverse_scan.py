@@ -1,4 +1,4 @@
-"""Backward, third kernel: the serial walk from the last chunk to the first that carries the state's gradient.
+"""Backward, fourth kernel: the serial walk from the last chunk to the first that carries the state's gradient.
 
 With T, M, kd, qd, ke and decay of `prepare.py`, one chunk of the forward is, from the entering state S,
 
@@ -23,15 +23,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.replay import scaled, scaled_dot, small_dot
+from openkda.ops.kda.triton.replay import keep, scaled, scaled_dot, small_dot
 
 
 @triton.jit
 def _walk(
-    dS, n, h, x,
-    do_p, dv_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
+    dS, n, h, j, x,
+    do_p, dv_p, dd_p, to_p, cu_p, ds1_p, ds_p, dd_unit_p, to_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
     sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, scale,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, NV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DO: tl.constexpr,
     KEEP: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -58,14 +58,16 @@ def _walk(
     p_square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
     p_ds = ds_p + block * (V * BK) + x[:, None] * BK + c[None, :]
-    p_ds_unit = ds_unit_p + block * V + x
-    p_dd_unit = dd_unit_p + block * V + x
+    p_ds_unit = ds_unit_p + block * NV + j
+    p_dd_unit = dd_unit_p + block * NV + j
+    p_to_unit = to_unit_p + block * NV + j
     row = start + (chunks - 1) * C + t
     if HAS_DO:
         p_do = do_p + batch * sob + h * soh + row[:, None] * sot + x[None, :]
     at = batch * sdb + h * sdh + row[:, None] * sdt + x[None, :]
     p_dv = dv_p + at
     p_dd = dd_p + at
+    p_to = to_p + at
     for i in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - i
         m_v = (t < length - chunk * C)[:, None] & (x < V)[None, :]
@@ -76,14 +78,13 @@ def _walk(
         M1 = tl.load(p_square + C * C)
         decay = tl.load(p_decay)
         kept, down = scaled(dS, KEEP)
-        tl.store(p_ds, kept, (x < V)[:, None])
-        if tl.float16 == KEEP:
-            tl.store(p_ds_unit, down, x < V)
+        keep(p_ds, p_ds_unit, dS, down, (x < V)[:, None], False, KEEP)
         dU = scaled_dot(dS, kept, down, tl.trans(ke), OP, PREC)
         dS *= decay[None, :]
         if HAS_DO:
             dot = tl.trans(tl.load(p_do, m_v, other=0.0)).to(tl.float32) * scale
             kept, down = scaled(dot, KEEP)
+            keep(p_to, p_to_unit, dot, down, m_v, True, KEEP)
             dU += small_dot(dot, kept, down, M1, PREC)
             dS += scaled_dot(dot, kept, down, qd, OP, PREC)
         kept, down = scaled(dU, KEEP)
@@ -92,8 +93,7 @@ def _walk(
         dS -= scaled_dot(dD, kept, down, kd, OP, PREC)
         tl.store(p_dv, tl.trans(dD).to(dv_p.dtype.element_ty), m_v)
         if tl.float16 == KEEP:
-            tl.store(p_dd, tl.trans(kept), m_v)
-            tl.store(p_dd_unit, down, x < V)
+            keep(p_dd, p_dd_unit, dD, down, m_v, True, KEEP)
         p_wide -= C * BK
         p_square -= 2 * C * C
         p_decay -= BK
@@ -101,15 +101,17 @@ def _walk(
             p_do -= C * sot
         p_dv -= C * sdt
         p_dd -= C * sdt
-        p_dd_unit -= V
+        p_to -= C * sdt
+        p_dd_unit -= NV
+        p_to_unit -= NV
         p_ds -= V * BK
-        p_ds_unit -= V
+        p_ds_unit -= NV
     return dS
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots"])
 def reverse_scan_kernel(
-    do_p, dv_p, dd_p, cu_p, chain_p, ds1_p, ds0_p, ds_p, dd_unit_p, ds_unit_p,
+    do_p, dv_p, dd_p, to_p, cu_p, chain_p, ds1_p, ds0_p, ds_p, dd_unit_p, to_unit_p, ds_unit_p,
     kd_p, qd_p, ke_p, tm_p, decay_p,
     sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v,
     T, N, slots, scale,
@@ -133,17 +135,17 @@ def reverse_scan_kernel(
         members = (tl.load(chain_p + n + 1) - first).to(tl.int32)
         for back in tl.range(0, members):
             dS = _walk(
-                dS, first + members - 1 - back, h, x,
-                do_p, dv_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
+                dS, first + members - 1 - back, h, pid % NV, x,
+                do_p, dv_p, dd_p, to_p, cu_p, ds1_p, ds_p, dd_unit_p, to_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
                 sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, scale,
-                K, BK, V, C, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
+                K, BK, V, NV, C, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
             )  # fmt: skip
     else:
         dS = _walk(
-            dS, n, h, x,
-            do_p, dv_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
+            dS, n, h, pid % NV, x,
+            do_p, dv_p, dd_p, to_p, cu_p, ds1_p, ds_p, dd_unit_p, to_unit_p, ds_unit_p, kd_p, qd_p, ke_p, tm_p, decay_p,
             sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v, T, slots, scale,
-            K, BK, V, C, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
+            K, BK, V, NV, C, PACKED, HAS_DS1, HAS_DO, KEEP, OP, PREC, STAGES,
         )  # fmt: skip
     if HAS_DS0:
         c = tl.arange(0, BK)
