@@ -7,6 +7,8 @@ terms (1e-4 of the state), float32 inputs tf32 in three products (1e-6 of both, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,7 +61,7 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
         )  # fmt: skip
         return KDAOutput(o, final if call.output_final_state else None, kept)
     if call.state_indices is None:
-        run = register.kda_op
+        run: Any = register.kda_op
         if call.needs_grad:
             from openkda.ops.kda.triton import autograd  # hangs the backward on the op
 

@@ -114,7 +114,8 @@ def backward(
          log, decay, d, d_unit, _sums(keep, o.device), norm, rows, dq, dk, dz, d_bias, d_A),
         qkg, (B, T, N, slots, tiles, a.bound),
         (HV, HV // H, K, BK, BS, V, BV, BU, a.gate, has_A, has_dt, packed, a.l2norm, do is not None, _TL[op],
-         tl.float32 if op == torch.float16 else _TL[op], prec, _term(exact), not exact, stages), warps, o.device, registers=registers,
+         tl.float32 if op == torch.float16 else _TL[op], prec, _term(exact), not exact, stages),
+        warps, o.device, registers=registers,
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))

@@ -32,8 +32,8 @@ def backward_at_positions(
     nothing = kept.new_zeros((N, *kept.shape[1:]), dtype=torch.float32)
     before = torch.cat([kept.float(), nothing if a.state is None else a.state.float()])
     after = torch.cat([dkept.float(), nothing[:1], nothing if ds1 is None else ds1.float()])
-    flat = {n: _one_row(getattr(a, n)) for n in ("q", "k", "v", "g", "beta")}
-    pack = replace(a, **flat, cu=members, state=before[source[:-1]], positions=None)
+    q, k, v, g, beta = (_one_row(x) for x in (a.q, a.k, a.v, a.g, a.beta))
+    pack = replace(a, q=q, k=k, v=v, g=g, beta=beta, cu=members, state=before[source[:-1]], positions=None)
     do = None if do is None else _one_row(do)
     found = backward(pack, _one_row(o), do, after[source[1:]], want_ds0, place[P:])
     tokens = [x.view(y.shape) for x, y in zip(found[:5], (a.q, a.k, a.v, a.g, a.beta), strict=True)]
