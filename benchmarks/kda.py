@@ -83,7 +83,7 @@ class Prefill:
         self.beta = draw(1, T, H)
         self.A_log, self.dt_bias = torch.zeros(H, device="cuda"), 0.1 * draw(H, D, dtype=torch.float32)
         self.bound = -5.0 if gate == "bounded" else None
-        self.state = 0.1 * draw(N, H, D, D, dtype=torch.float32)
+        self.state: torch.Tensor | None = 0.1 * draw(N, H, D, D, dtype=torch.float32)
         self.cu = torch.tensor([0, *lengths], device="cuda").cumsum(0) if N > 1 else None
         self.bytes = 5 * self.q.numel() * 2 + self.beta.numel() * 2 + 2 * self.state.numel() * 4
 
@@ -171,6 +171,52 @@ class Decode:
         return graph_median(lambda: [once(i) for i in range(self.sets)], self.sets) * 1e3
 
 
+class Training(Prefill):
+    """Forward and backward of every input and of the gate's parameters, without states."""
+
+    def __init__(self, *case: Any) -> None:
+        super().__init__(*case)
+        self.state = None
+        self.leaves = [
+            t.requires_grad_() for t in (self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias)
+        ]
+        self.do = torch.randn_like(self.v)
+        self.ways: dict[str, Callable[[], Any]] = {
+            "ours": lambda: self.ours(None), "triton": lambda: self.ours("triton"), "fla": self.fla,
+        }  # fmt: skip
+
+    def step(self, way: str) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(self.ways[way]()[0], self.leaves, self.do)
+
+    def peak(self, way: str) -> float:
+        """GiB above the inputs."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step(way)
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+    def row(self, name: str, unit: str, measure: Callable[[str], float], floor: float | None = None) -> Row:
+        return {"case": name, "unit": unit, "floor": floor, **{w: attempt(lambda w=w: measure(w)) for w in self.ways}}
+
+
+def training_rows(quick: bool, speed: float) -> list[Row]:
+    """Floor: the forward reads q, k, v, g and writes o, the backward reads those inputs and do and writes their gradients."""
+    cases = [(96, (8192,), "bounded", 0.0), (96, (8192,), "bounded", -6.0), (96, (8192,), "softplus", 0.0)]
+    if not quick:
+        cases += [(64, (8192,), "bounded", 0.0), (64, (8192,), "bounded", -6.0), (16, (2048,) * 8, "bounded", 0.0)]
+    table = []
+    for H, lengths, gate, shift in cases:
+        x = Training(H, lengths, gate, shift)
+        name = f"forward+backward H={H} {len(lengths)}x{lengths[0]}, {gate} gate{', slow' if shift else ''}"
+        table.append(x.row(name, "ms", lambda w, x=x: median(lambda: x.step(w)), 14 * x.q.numel() * 2 / speed * 1e3))
+        if len(table) == 1:
+            table.append(x.row("its peak memory", "GiB", x.peak))
+    x = Training(2, (64,), "bounded", 0.0)
+    table.append(x.row("host time of forward+backward", "us", lambda w: host_time(lambda: x.step(w), inference=False)))
+    return table
+
+
 def decode_row(H: int, B: int, speed: float) -> Row:
     """Ours is the whole block (convolutions, gates, recurrence, gated norm); fla's recurrence stands alone."""
     x = Decode(H, B)
@@ -220,8 +266,8 @@ def host_rows() -> list[Row]:
     ]  # fmt: skip
 
 
-def host_time(f: Callable[[], Any], calls: int = 400) -> float:
-    with torch.inference_mode():
+def host_time(f: Callable[[], Any], calls: int = 400, inference: bool = True) -> float:
+    with torch.inference_mode(inference):
         best = float("inf")
         for _ in range(5):
             f()
@@ -285,6 +331,7 @@ def rows(quick: bool, speed: float) -> list[Row]:
             ("forward H=96 mixed pack, bounded gate", 96, MIXED, "bounded", 0.0),
         ]
     table = [prefill_row(*p, speed) for p in prefills]
+    table += training_rows(quick, speed)
     table += [decode_row(96, B, speed) for B in ((32,) if quick else (1, 8, 32, 256))]
     table += [*prologue_rows(96, 8192, speed), *host_rows()]
     return table if quick else [*table, first_call_row()]
