@@ -179,6 +179,27 @@ def norm_launches() -> list[Launch]:
     return launches
 
 
+def attn_res_launches() -> list[Launch]:
+    from openkda.ops.attn_res.triton import launch
+
+    with recorded() as launches:
+        v, w, f32 = empty(1, 8192, 7168), empty(7168, dtype=torch.float32), torch.float32
+        for n in (1, 2, 5):
+            launch.mix([v] * n, w, 1e-5)
+        v = empty(1, 4, 7168)
+        launch.merge(empty(1, 4, dtype=f32), empty(1, 4, dtype=f32), empty(1, 4, 7168, dtype=f32), v, w, 1e-5)
+    return launches
+
+
+def nine_sources() -> list[Launch]:
+    """The last layers of Kimi K3: all sources are loaded ahead, more than the registers hold."""
+    from openkda.ops.attn_res.triton import launch
+
+    with recorded() as launches:
+        launch.mix([empty(1, 8192, 7168)] * 9, empty(7168, dtype=torch.float32), 1e-5)
+    return launches
+
+
 def glu_launches() -> list[Launch]:
     from openkda.ops.moe.triton import launch
 
@@ -213,11 +234,13 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "norm": norm_launches,
     "head-loss": head_loss_launches,
     "glu": glu_launches,
+    "attn-res": attn_res_launches,
 }
 WIDE: dict[str, Callable[[], list[Launch]]] = {
     "exact": lambda: kda_launches(dtype=torch.float32, exact=True),
     "wide-heads": lambda: kda_launches(size=256),
     "wide-block": lambda: block_launches(K=256),
+    "nine-sources": nine_sources,
 }
 
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from openkda.ops.attn_res import reference
+from openkda.ops.attn_res import reference, triton
 from openkda.ops.attn_res.reference import BankPartials
 
 __all__ = ["BankPartials", "attn_res_bank", "attn_res_merge", "attn_res_mix"]
@@ -46,7 +47,7 @@ def attn_res_mix(
     Differentiable once, in sources and query; saves the sources themselves and three numbers a source and token, never a stack.
     """
     _check(sources, query, eps)
-    return reference.Mix.apply(query, eps, *sources)
+    return reference.Mix.apply(query, eps, _module(sources).mix, *sources)
 
 
 def attn_res_bank(sources: Sequence[Float[Tensor, "... D"]], queries: Float[Tensor, "S D"], eps: float) -> BankPartials:
@@ -74,7 +75,18 @@ def attn_res_merge(
         _bad("value.shape", f"{list(partials.o.shape[1:])} (that of the bank)", list(value.shape))
     if not 0 <= index < partials.o.shape[0]:
         _bad("index", f"0..{partials.o.shape[0] - 1}", index)
-    return reference.merge(partials, index, value, query, eps)
+    m, l, o = (t[index] for t in (partials.m, partials.l, partials.o))
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (m, l, o, value, query))
+    return (reference if recording else _module([value])).merge(
+        m, l, o, value, query, eps
+    )  # the kernel has no derivative
+
+
+def _module(sources: Sequence[Tensor]) -> ModuleType:
+    """What mixes: on a GPU a kernel that reads every source once, else torch's own operations."""
+    if not sources[0].is_cuda or torch.compiler.is_compiling() or triton.refusals(sources):
+        return reference
+    return triton
 
 
 def _check(sources: Sequence[Tensor], query: Tensor, eps: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,20 @@ def _inverse_rms(v: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(v.square().mean(-1) + eps)
 
 
+Forward = Callable[[Sequence[Tensor], Tensor, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def mix(sources: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, r [n, ...], c [n, ...]); see `Mix`."""
+    r = torch.stack([_inverse_rms(_wide(v), eps) for v in sources])
+    c = torch.stack([_wide(v) @ query.to(r.dtype) for v in sources])
+    a = torch.softmax(r * c, 0)
+    out = a[0].unsqueeze(-1) * _wide(sources[0])
+    for a_i, v in zip(a[1:], sources[1:], strict=True):
+        out.addcmul_(a_i.unsqueeze(-1), _wide(v))
+    return out.to(sources[0].dtype), r, c
+
+
 class Mix(torch.autograd.Function):
     """h = sum_i a_i v_i, with r_i the inverse RMS, c_i = w . v_i, s_i = r_i c_i and a = softmax(s).
 
@@ -39,20 +53,16 @@ class Mix(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, eps: float, *sources: Tensor) -> Tensor:
-        r = torch.stack([_inverse_rms(_wide(v), eps) for v in sources])
-        c = torch.stack([_wide(v) @ query.to(r.dtype) for v in sources])
-        a = torch.softmax(r * c, 0)
-        out = a[0].unsqueeze(-1) * _wide(sources[0])
-        for a_i, v in zip(a[1:], sources[1:], strict=True):
-            out.addcmul_(a_i.unsqueeze(-1), _wide(v))
-        ctx.save_for_backward(query, r, c, a, *sources)
-        return out.to(sources[0].dtype)
+    def forward(ctx: Any, query: Tensor, eps: float, mix: Forward, *sources: Tensor) -> Tensor:
+        out, r, c = mix(sources, query, eps)
+        ctx.save_for_backward(query, r, c, *sources)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        query, r, c, a, *sources = ctx.saved_tensors
+        query, r, c, *sources = ctx.saved_tensors
+        a = torch.softmax(r * c, 0)
         g = _wide(grads[0])
         w = query.to(r.dtype)
         da = torch.stack([(g * _wide(v)).sum(-1) for v in sources])
@@ -65,7 +75,7 @@ class Mix(torch.autograd.Function):
             dw += along_w[i].flatten() @ wide.flatten(0, -2)
             dv = a[i].unsqueeze(-1) * g + along_w[i].unsqueeze(-1) * w + along_v[i].unsqueeze(-1) * wide
             dsources.append(dv.to(v.dtype))
-        return dw.to(query.dtype), None, *dsources
+        return dw.to(query.dtype), None, None, *dsources
 
 
 def bank(sources: Sequence[Tensor], queries: Tensor, eps: float) -> BankPartials:
@@ -76,10 +86,11 @@ def bank(sources: Sequence[Tensor], queries: Tensor, eps: float) -> BankPartials
     return BankPartials(m, e.sum(1), torch.einsum("sn...,n...d->s...d", e, rows))
 
 
-def merge(p: BankPartials, index: int, value: Tensor, query: Tensor, eps: float) -> Tensor:
+def merge(m: Tensor, l: Tensor, o: Tensor, value: Tensor, query: Tensor, eps: float) -> Tensor:
+    """m, l [...], o [..., D]: the open softmax of one query."""
     v = _wide(value)
     s = (v @ query.to(v.dtype)) * _inverse_rms(v, eps)
-    top = torch.maximum(p.m[index], s)
-    old, new = torch.exp(p.m[index] - top), torch.exp(s - top)
-    mixed = p.o[index] * old.unsqueeze(-1) + v * new.unsqueeze(-1)
-    return (mixed / (p.l[index] * old + new).unsqueeze(-1)).to(value.dtype)
+    top = torch.maximum(m, s)
+    old, new = torch.exp(m - top), torch.exp(s - top)
+    mixed = o * old.unsqueeze(-1) + v * new.unsqueeze(-1)
+    return (mixed / (l * old + new).unsqueeze(-1)).to(value.dtype)

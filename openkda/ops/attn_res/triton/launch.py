@@ -1,0 +1,38 @@
+"""Launch of the Attention Residuals kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openkda.ops.attn_res.triton import MAX_SOURCES
+from openkda.ops.attn_res.triton.rows import merge_kernel, mix_kernel
+from openkda.ops.triton.api import launch, padded
+
+
+def mix(sources: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    first, n = sources[0], len(sources)
+    D, rows = first.shape[-1], first.shape[:-1].numel()
+    flat = [v.contiguous() for v in sources]
+    out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    r, c = (torch.empty((n, *first.shape[:-1]), dtype=torch.float32, device=first.device) for _ in range(2))
+    if rows:
+        tensors = (*flat, *flat[:1] * (MAX_SOURCES - n), query.float().contiguous(), out, r, c)
+        launch(mix_kernel, rows, tensors, (D,), (rows, eps), (n, padded(D)), _warps(D), first.device)
+    return out, r, c
+
+
+def merge(m: Tensor, l: Tensor, o: Tensor, value: Tensor, query: Tensor, eps: float) -> Tensor:
+    D, rows = value.shape[-1], value.shape[:-1].numel()
+    out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    if rows:
+        tensors = (*(t.contiguous() for t in (m, l, o, value)), query.float().contiguous(), out)
+        launch(merge_kernel, rows, tensors, (D,), (eps,), (padded(D),), _warps(D), value.device)
+    return out
+
+
+def _warps(D: int) -> int:
+    """16 channels a thread: the compiler loads all sources ahead, and with 32 five of them fill the registers."""
+    return max(1, min(16, padded(D) // 512))
