@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openkda.ops.kda.hopper import launch
-from openkda.ops.kda.hopper.forward import _allocate, factor_partition, state_partition
+from openkda.ops.kda.hopper.forward import _allocate, _turns, factor_partition, state_partition
 
 
 @gluon.jit
@@ -118,8 +118,8 @@ def role_kernel(
     else:
         gl.warp_specialize(
             [
-                (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
-                                    0, T, hv, hv, HV, scale, bound)),
+                (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, raw, work, ops, fbars,
+                                    _turns(), HV, T, 1, HV, scale, bound, gl.constexpr(False), gl.constexpr(16))),
                 (state_stub, (ops, sb0, T // 64)),
                 (no_work, (T,)),
             ],

@@ -85,6 +85,21 @@ def test_packs(schedule: str, lengths: tuple[int, ...]) -> None:
 
 @gpu
 @needs_hopper
+@pytest.mark.parametrize("lengths", [(0, 1, 2, 63, 64, 65, 129), (321,), (0, 0, 5), (129, 0, 1)], ids=str)
+def test_programs_that_walk(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On three SMs every program goes on to further chunks and sequences, and changes nothing by it."""
+    from openkda.ops.kda.hopper import launch
+
+    x = bf16(18, H=2, HV=6, lengths=lengths)
+    for schedule in ("fused", "two_pass"):
+        monkeypatch.undo()
+        want = scheduled(x, schedule)
+        monkeypatch.setattr(launch, "_sm_count", lambda index: 3)
+        assert all(torch.equal(a, b) for a, b in zip(scheduled(x, schedule), want, strict=True))
+
+
+@gpu
+@needs_hopper
 @pytest.mark.parametrize("schedule", ["fused", "two_pass"])
 def test_a_neighbour_in_the_pack_changes_nothing(schedule: str) -> None:
     lengths = (70, 100, 33)
@@ -231,24 +246,27 @@ def _signature() -> dict[str, str]:
     half = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     named = {n: f"tensordesc<bf16[64, 128],{rows!r}>" for n in ("q_desc", "k_desc", "g_desc")}
     named |= {n: f"tensordesc<bf16[64, 64],{half!r}>" for n in ("v_desc", "o_desc")}
-    named |= {n: f"tensordesc<fp16[64, 128],{rows!r}>" for n in ("kt_desc", "qt_desc", "kh_desc")}
-    named |= {n: f"tensordesc<fp16[64, 64],{rows!r}>" for n in ("tt_desc", "m_desc")}
-    named |= {"o_ptr": "*bf16", "beta_ptr": "*bf16", "cu_ptr": "*i32"}
-    named |= {n: "*fp32" for n in ("a_log_ptr", "dt_ptr", "s0_ptr", "st_ptr", "dec_ptr")}
-    return named | {n: "i32" for n in ("T", "rows", "HV", "groups", "n_seqs")} | {"scale": "fp32", "bound": "fp32"}
+    named |= {"x_desc": f"tensordesc<fp16[64, 128],{rows!r}>", "tm_desc": f"tensordesc<fp16[32, 32],{rows!r}>"}
+    named |= {"o_ptr": "*bf16", "beta_ptr": "*bf16", "cu_ptr": "*i32", "ranks_ptr": "*i32"}
+    floats = ("a_log_ptr", "dt_ptr", "s0_ptr", "st_ptr", "dec_ptr", "local_ptr", "transition_ptr")
+    named |= {n: "*fp32" for n in (*floats, "m_ptr", "l_ptr", "init_ptr")}
+    sizes = ("T", "rows", "HV", "groups", "n_seqs", "segments", "chains")
+    return named | {n: "i32" for n in sizes} | {"scale": "fp32", "bound": "fp32"}
 
 
-def _compile(kernel: Any, constants: dict[str, Any]) -> tuple[dict[str, int], int, str]:
+def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[dict[str, int], int, str]:
     """ptxas's register and spill counts, bytes of shared memory, and ptxas's remarks."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     named = _signature()
     signature = {n: "constexpr" if n in constants else named[n] for n in kernel.arg_names}
     fixed = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     built = triton.compile(
-        GluonASTSource(kernel, signature, fixed), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+        source(kernel, signature, fixed), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options
     )
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.TemporaryDirectory() as folder:
@@ -268,8 +286,8 @@ def _compile(kernel: Any, constants: dict[str, Any]) -> tuple[dict[str, int], in
     return counts, built.metadata.shared, remarks
 
 
-@pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("which", ["fused", "prepare", "scan", "split", "local", "transition"])
+@pytest.mark.parametrize("which, varlen", [(w, v) for w in ("fused", "prepare", "scan", "split") for v in (False, True)]
+                         + [("prepare, long pack", True), ("pack", True), ("ends", False), ("merge", False)])  # fmt: skip
 def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
     """A spilled register costs hundreds of cycles here: shared memory leaves the L1 cache no room (docs/decisions.md)."""
     pytest.importorskip("triton", reason="triton is not installed")
@@ -278,18 +296,34 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
     if _triton_release() != TRITON_RELEASE:
         pytest.skip(f"Gluon of Triton {TRITON_RELEASE}")
     from openkda.ops.kda.hopper.forward import kda_forward_kernel
-    from openkda.ops.kda.hopper.twopass import kda_prepare_kernel, kda_scan_kernel
+    from openkda.ops.kda.hopper.merge import merge_segments_kernel
+    from openkda.ops.kda.hopper.twopass import (
+        kda_ends_kernel,
+        kda_prepare_kernel,
+        kda_scan_kernel,
+        kda_scan_pack_kernel,
+    )
 
-    scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 8, "SPLIT": False, "VALUES": True, "OUTPUT": True}
+    scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 8, "SPLIT": False}
+    options = {"num_warps": 8} if which == "merge" else {}
     kernel, constants, spill, shared = {
-        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen}, 160, 232448),
-        "prepare": (kda_prepare_kernel, {"VARLEN": varlen, "NP": 8}, 0, 76458),  # three CTAs an SM
+        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 16}, 320, 232448),
+        "prepare": (
+            kda_prepare_kernel,
+            {"VARLEN": varlen, "NP": 8, "LAST_FIRST": not varlen},
+            0,
+            76458,
+        ),  # three CTAs an SM
+        "prepare, long pack": (kda_prepare_kernel, {"VARLEN": True, "NP": 1024, "LAST_FIRST": False}, 0, 76458),
         "scan": (kda_scan_kernel, scan, 16, 232448),
         "split": (kda_scan_kernel, scan | {"SPLIT": True}, 16, 232448),
-        "local": (kda_scan_kernel, scan | {"STATE_IN": 0, "OUTPUT": False}, 16, 232448),
-        "transition": (kda_scan_kernel, scan | {"STATE_IN": 2, "OUTPUT": False, "VALUES": False}, 16, 232448),
+        "pack": (kda_scan_pack_kernel, {"STATE_IN": 1, "STATE_OUT": True, "NP": 16}, 16, 232448),
+        "ends": (kda_ends_kernel, {}, 16, 232448),
+        "merge": (merge_segments_kernel, {"HAS_S0": True, "HAS_ST": True, "BV": 16}, 0, 232448),
     }[which]
-    counts, used, remarks = _compile(kernel, constants)
+    counts, used, remarks = _compile(kernel, constants, **options)
     assert counts["spill stores"] <= spill and counts["spill loads"] <= spill, remarks
     assert used <= shared
+    if which.startswith("prepare"):
+        assert int(re.findall(r"Used (\d+) registers", remarks)[0]) <= 168, remarks  # three CTAs an SM
     assert "serialized" not in remarks, remarks  # ptxas serialises wgmma when registers run out

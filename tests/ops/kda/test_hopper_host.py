@@ -56,7 +56,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
             calls.append((self.name, grid[0] * grid[1], dict(zip(self.names, args, strict=True))))
 
         def __getitem__(self, grid: tuple[int, int]) -> Any:
-            def compile_and_launch(*args: Any, num_warps: int) -> Any:
+            def compile_and_launch(*args: Any, num_warps: int, **options: int) -> Any:
                 self.keep(grid, args)
                 return SimpleNamespace(run=self.run, function=0, packed_metadata=None)
 
@@ -65,7 +65,16 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
         def run(self, x: int, y: int, z: int, *rest: Any) -> None:
             self.keep((x, y), rest[6:])  # stream, function, metadata twice, two hooks
 
-    for name in ("kda_prepare_kernel", "kda_scan_kernel", "kda_forward_kernel", "merge_segments_kernel"):
+    kernels = (
+        "kda_prepare_kernel",
+        "kda_ends_kernel",
+        "kda_scan_kernel",
+        "kda_scan_pack_kernel",
+        "kda_ranks_kernel",
+        "kda_forward_kernel",
+        "merge_segments_kernel",
+    )
+    for name in kernels:
         monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
     active = SimpleNamespace(get_current_stream=lambda index: 0)
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
@@ -96,8 +105,8 @@ def seen(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "schedule, lengths, batch, kernels",
-    [("fused", (200,), 2, "forward"), ("fused", (3, 0, 90), 1, "forward"), ("two_pass", (200,), 2, "prepare scan"),
-     ("two_pass", (3, 0, 90), 1, "prepare scan"), (("segments", 3), (330,), 1, "prepare scan scan merge scan")],
+    [("fused", (200,), 2, "forward"), ("fused", (3, 0, 90), 1, "ranks forward"), ("two_pass", (200,), 2, "prepare scan"),
+     ("two_pass", (3, 0, 90), 1, "prepare scan"), (("segments", 3), (330,), 1, "prepare ends merge scan")],
 )  # fmt: skip
 def test_the_short_launch_passes_what_the_compiling_one_does(
     launch: Any, schedule: Any, lengths: tuple[int, ...], batch: int, kernels: str
@@ -124,9 +133,10 @@ def test_the_short_launch_passes_what_the_compiling_one_does(
 def test_segments_cover_the_sequence(launch: Any) -> None:
     inputs = arguments((330,), 1, 1)
     launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, schedule=("segments", 3))
-    (_, programs, prepare), (_, scans, local), *_ = launch.calls
+    (_, programs, prepare), (_, ends, local), _, (_, scans, last) = launch.calls
     assert (programs, prepare["T"]) == (6, 330)
-    assert (scans, local["T"], local["rows"], local["n_seqs"]) == (6, 128, 330, 3)  # two halves of three ranges
+    assert (ends, local["T"], local["rows"]) == (6, 128, 330)  # two halves of three ranges
+    assert (scans, last["T"], last["rows"], last["n_seqs"]) == (6, 128, 330, 3)
 
 
 def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+ROLLED = gl.constexpr(True)
 LOG2E = gl.constexpr(1.4426950408889634)
 W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
 WR = gl.constexpr(16)  # narrower where the 64 score accumulators are live
@@ -92,7 +93,6 @@ LX = gl.constexpr(
     )
 )
 F1 = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-LC = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 FR = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [0, 1]))
 LROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 S64 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
@@ -105,6 +105,14 @@ FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 def _ex2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _ex2_neg(x):
+    """2^-x; written as x's negation outside, it costs an instruction an element."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )  # fmt: skip
 
 
@@ -174,9 +182,10 @@ def _gates(g_s, c2_s, t_s, c1, bound2):
     view = _half_view(g_s)
     x = view.load(LG).to(gl.bfloat16, bitcast=True).to(gl.float32)
     c2 = c2_s.load(gl.SliceLayout(0, LG))
-    x = (bound2 * _rcp(1.0 + _ex2(x * c1 + c2[None, :]))).to(gl.float16)
-    view.store(x)
-    t_s.store(gl.sum(x.to(gl.float32).reshape([4, 16, 128]), axis=1))
+    per = _rcp(bound2)
+    x = _rcp(_ex2(x * c1 + c2[None, :]) * per + per)
+    view.store(x.to(gl.float16))
+    t_s.store(gl.sum(x.reshape([4, 16, 128]), axis=1))
 
 
 @gluon.jit
@@ -197,16 +206,34 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _tile_factors(t_s, xb_s, fk_s, ck_s):
-    """Per-channel factors from a tile's own anchor to the chunk's (fk, ck) or tile 1's (xb); returns the chunk's decay."""
+def _store_slices(f_s, e):
+    """2^e, [tile, channel], as [slice of channels, tile, channel]."""
+    count: gl.constexpr = f_s.shape[0]
+    width: gl.constexpr = 128 // count
+    f_s._reinterpret(gl.float16, [count, 4, width], FLAT3).permute((1, 0, 2)).store(
+        _ex2(e).to(gl.float16).reshape([4, count, width])
+    )
+
+
+@gluon.jit
+def _row(t, tile, i: gl.constexpr):
+    """Row i of [4, 128], where every thread has all four rows, as [1, 128]."""
+    return gl.sum(gl.where(tile == i, t, 0.0), axis=0)[None, :]
+
+
+@gluon.jit
+def _tile_factors(t_s, xb_s, fk_s, ck_s, e1_s):
+    """Per-channel factors from a tile's own anchor to the chunk's (fk, ck) or tile 1's (xb), and over tile 1 (e1); returns
+    the chunk's decay."""
     t = t_s.load(FR)
     tile = gl.arange(0, 4, layout=gl.SliceLayout(1, FR))[:, None]
-    before = gl.associative_scan(t, 0, _sum) - t
-    after = gl.associative_scan(t, 0, _sum, reverse=True) - t
-    t2 = gl.sum(gl.where(tile == 2, t, 0.0), axis=0)[None, :]
-    xb_s.store(_ex2(gl.where(tile == 3, t2, 0.0)).to(gl.float16))
-    fk_s.store(_ex2(gl.minimum(before, 0.0)).to(gl.float16))
-    ck_s.store(_ex2(gl.minimum(after, 0.0)).to(gl.float16))
+    t0, t1, t2, t3 = _row(t, tile, 0), _row(t, tile, 1), _row(t, tile, 2), _row(t, tile, 3)
+    before = gl.where(tile == 0, 0.0, gl.where(tile == 1, t0, gl.where(tile == 2, t0 + t1, t0 + t1 + t2)))
+    after = gl.where(tile == 3, 0.0, gl.where(tile == 2, t3, gl.where(tile == 1, t2 + t3, t1 + t2 + t3)))
+    _store_slices(xb_s, gl.where(tile == 3, t2, 0.0))
+    _store_slices(fk_s, before)
+    _store_slices(ck_s, after)
+    e1_s._reinterpret(gl.float16, [128], FLAT1).store(_ex2(gl.sum(t1, axis=0)).to(gl.float16))
     return _ex2(gl.sum(t, axis=0))
 
 
@@ -220,95 +247,115 @@ def _tri(upper: gl.constexpr):
 
 
 @gluon.jit
-def _column_slice(g_s, k_s, rk, kc_s, s: gl.constexpr):
-    """Keys scaled to the end of their tile go to kc_s; returns them."""
-    g16 = _half_view(g_s).slice(W * s, W, dim=1).load(LB).reshape([4, 16, W])
-    g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
-    hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, W], gl.float32, M3))
-    col = _rows(k_s, s, W) * rk[:, :, None] * _ex2(hs)
-    col = col.to(gl.float16)
-    kc_s.slice(W * s, W, dim=1).store(_flat(col))
-    return col
+def _to_chunk_end(col, ck_s, s):
+    """Slice s of keys scaled to the end of their tile, scaled to the end of the chunk."""
+    return _flat(_scaled(col, ck_s.index(s).load(gl.SliceLayout(1, M3))[:, None, :]))
 
 
 @gluon.jit
-def _store_kh(col, kh_s, ck_s, s: gl.constexpr):
-    """Keys scaled to the end of the chunk."""
-    ck = ck_s.slice(W * s, W, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
-    kh_s.slice(W * s, W, dim=1).store(_flat(_scaled(col, ck)))
+def _columns(g_s, k_s, rk, kc_s, kh_s, ck_s, WITH_KH: gl.constexpr):
+    """Keys scaled to the end of their tile go to kc_s, and scaled to the end of the chunk to kh_s."""
+    for s in range(2):
+        g16 = _half_view(g_s)._reinterpret(gl.float16, [2, 64, W], S64).index(s).load(LB).reshape([4, 16, W])
+        g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
+        hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, W], gl.float32, M3))
+        k = _rows(k_s._reinterpret(gl.bfloat16, [2, 64, W], S64).index(s), 0, W)
+        col = (k * rk[:, :, None] * _ex2(hs)).to(gl.float16)
+        kc_s._reinterpret(gl.float16, [2, 64, W], S64).index(s).store(_flat(col))
+        if WITH_KH:
+            kh_s._reinterpret(gl.float16, [2, 64, W], S64).index(s).store(_to_chunk_end(col, ck_s, s))
 
 
 @gluon.jit
-def _far_column(kc_s, cb_s, t_s):
-    """Keys of tile 0 scaled to the end of tile 1: the far block's second column tile."""
-    t1 = t_s.slice(1, 1, dim=0).load(LC)
-    x = kc_s.slice(0, 16, dim=0).load(LC).to(gl.float32) * _ex2(t1)
-    cb_s.store(x.to(gl.float16))
+def _rescale_columns(kc_s, ck_s):
+    """Keys scaled to the end of their tile become keys scaled to the end of the chunk, in place."""
+    halves = kc_s._reinterpret(gl.float16, [2, 64, W], S64)
+    x0 = gl.convert_layout(halves.index(0).load(M2).reshape([4, 16, W]), M3, assert_trivial=True)
+    x1 = gl.convert_layout(halves.index(1).load(M2).reshape([4, 16, W]), M3, assert_trivial=True)
+    halves.index(0).store(_to_chunk_end(x0, ck_s, 0))
+    halves.index(1).store(_to_chunk_end(x1, ck_s, 1))
 
 
 @gluon.jit
-def _score_slice(row, row_h, xb, dcol_f, kc_b, cb_b, kc1_b, diag, adj, far0, far1):
+def _score_slice(row, row_h, xb, dcol_f, kc_b, kc0_b, kc1_b, diag, adj, far0, far1):
     """Adds slice s of one row operand to its diagonal, neighbour and far scores."""
     a = gl.convert_layout(_permuted(row), A3F, assert_trivial=True)
     diag = mma_v2(a, dcol_f, diag, input_precision="tf32")
     a = _flat(row_h).reshape([2, 32, WR])
     adj = mma_v2(gl.convert_layout(a, APH, assert_trivial=True), kc_b, adj)
     a = gl.convert_layout(_flat(_scaled(row_h, xb)), A2H, assert_trivial=True)
-    far0 = mma_v2(a, cb_b, far0)
+    far0 = mma_v2(a, kc0_b, far0)
     far1 = mma_v2(a, kc1_b, far1)
     return diag, adj, far0, far1
 
 
 @gluon.jit
-def _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, s: gl.constexpr):
-    """Adds the scores of slice s to acc; returns acc and the slices of Kt and Qt."""
+def _row_slice(g_s, q_s, k_s, rq, rk, kc_s, e1_s, xb_s, fk_s, acc, half: gl.constexpr):
+    """Adds the scores of half of a slice of 32 channels to acc; returns acc and the halves of Kt and Qt."""
     ld, la, l0, l1, md, ma, m0, m1 = acc
-    g16 = _half_view(g_s).slice(WR * s, WR, dim=1).load(LBR).reshape([4, 16, WR])
+    at: gl.constexpr = WR * half
+    g16 = g_s.slice(at, WR, dim=1).load(LBR).reshape([4, 16, WR])
     g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
     g = mma_v2(_tri(False), g16, gl.zeros([4, 16, WR], gl.float32, M3))
-    k = _rows(k_s, s, WR) * rk[:, :, None]
-    dcol = _permuted(k * _ex2(-g)).permute((0, 2, 1))
+    k = _rows(k_s, half, WR) * rk[:, :, None]
+    dcol = _permuted(k * _ex2_neg(g)).permute((0, 2, 1))
     dcol = gl.convert_layout(dcol, B3F, assert_trivial=True)
-    xb = xb_s.slice(WR * s, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
-    fk = fk_s.slice(WR * s, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
+    xb = xb_s.slice(at, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
+    fk = fk_s.slice(at, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
     er = _ex2(g)
-    kc_b = kc_s.reshape([2, 32, 128]).slice(0, 16, dim=1).slice(WR * s, WR, dim=2).load(LPAIR).permute((0, 2, 1))
+    kc_b = kc_s.reshape([2, 32, 32]).slice(0, 16, dim=1).slice(at, WR, dim=2).load(LPAIR).permute((0, 2, 1))
     kc_b = gl.convert_layout(kc_b, BPH, assert_trivial=True)
-    cb_b = cb_s.slice(WR * s, WR, dim=1).permute((1, 0)).load(B2H)
-    kc1_b = kc_s.slice(16, 16, dim=0).slice(WR * s, WR, dim=1).permute((1, 0)).load(B2H)
+    e1 = e1_s.slice(at, WR, dim=0).load(gl.SliceLayout(1, B2H))[:, None]
+    kc0_b = _scaled(kc_s.slice(0, 16, dim=0).slice(at, WR, dim=1).permute((1, 0)).load(B2H), e1)
+    kc1_b = kc_s.slice(16, 16, dim=0).slice(at, WR, dim=1).permute((1, 0)).load(B2H)
     kr = k * er
     kh = kr.to(gl.float16)
-    ld, la, l0, l1 = _score_slice(kr, kh, xb, dcol, kc_b, cb_b, kc1_b, ld, la, l0, l1)
+    ld, la, l0, l1 = _score_slice(kr, kh, xb, dcol, kc_b, kc0_b, kc1_b, ld, la, l0, l1)
     kt = _scaled(kh, fk)
-    qr = _rows(q_s, s, WR) * rq[:, :, None] * er
+    qr = _rows(q_s, half, WR) * rq[:, :, None] * er
     qh = qr.to(gl.float16)
-    md, ma, m0, m1 = _score_slice(qr, qh, xb, dcol, kc_b, cb_b, kc1_b, md, ma, m0, m1)
+    md, ma, m0, m1 = _score_slice(qr, qh, xb, dcol, kc_b, kc0_b, kc1_b, md, ma, m0, m1)
     qt = _scaled(qh, fk)
     return (ld, la, l0, l1, md, ma, m0, m1), kt, qt
 
 
 @gluon.jit
-def _store_pair(dst_s, x0, x1, s: gl.constexpr):
-    """Two neighbouring slices as channels 2 s WR .. 2 (s + 1) WR of an operand."""
+def _store_pair(dst_s, x0, x1):
+    """Two neighbouring halves as the 32 channels of an operand's slice."""
     x = gl.join(x0, x1).permute((0, 1, 3, 2)).reshape([64, 2 * WR])
-    dst_s.slice(2 * WR * s, 2 * WR, dim=1).store(gl.convert_layout(x, M2, assert_trivial=True))
+    dst_s.store(gl.convert_layout(x, M2, assert_trivial=True))
+
+
+@gluon.jit
+def _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s):
+    """Adds the scores of channels 32 s .. 32 (s + 1); a tile's slices of 32 channels lie one behind the other."""
+    q_s, k_s, g_s = raw
+    kc_s, e1_s, xb_s, fk_s = work
+    q = q_s._reinterpret(gl.bfloat16, [4, 64, 32], S64).index(s)
+    k = k_s._reinterpret(gl.bfloat16, [4, 64, 32], S64).index(s)
+    g = g_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s)
+    kc = kc_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s)
+    e1, xb, fk = e1_s.index(s), xb_s.index(s), fk_s.index(s)
+    acc, k0, q0 = _row_slice(g, q, k, rq, rk, kc, e1, xb, fk, acc, 0)
+    acc, k1, q1 = _row_slice(g, q, k, rq, rk, kc, e1, xb, fk, acc, 1)
+    _store_pair(kt_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s), k0, k1)
+    _store_pair(qt_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s), q0, q1)
+    return acc
 
 
 @gluon.jit
 def _scores(raw, rq, rk, work, kt_s, qt_s):
     """Scores of a chunk, after its columns are in kc_s; Kt and Qt are written slice by slice (they may replace k and q)."""
-    q_s, k_s, g_s = raw
-    kc_s, cb_s, t_s, xb_s, fk_s = work
-    _far_column(kc_s, cb_s, t_s)
     z3 = gl.zeros([4, 16, 16], gl.float32, M3)
     zp = gl.zeros([2, 32, 16], gl.float32, MP)
     z2 = gl.zeros([64, 16], gl.float32, M2)
     acc = (z3, zp, z2, z2, z3, zp, z2, z2)
-    for s in gl.static_range(4):
-        acc, k0, q0 = _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s)
-        acc, k1, q1 = _row_slice(g_s, q_s, k_s, rq, rk, kc_s, cb_s, xb_s, fk_s, acc, 2 * s + 1)
-        _store_pair(kt_s, k0, k1, s)
-        _store_pair(qt_s, q0, q1, s)
+    if ROLLED:
+        for s in range(4):
+            acc = _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s)
+    else:
+        for s in gl.static_range(4):
+            acc = _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s)
     return acc
 
 
@@ -343,15 +390,38 @@ def _substitute(lt_s):
 
 
 @gluon.jit
-def _invert(ld, la, lf, lt_s, x_s, p_s, th_s, p2_s):
-    """(1 + L)^-1 of the chunk: returns its two 32 x 32 diagonal blocks and the block below them, [64, 32] each."""
+def _masked(acc, b_s):
+    """The scores as parts of two lower triangles: L (diagonal tiles, neighbours, far block) and M (halves, far), M in fp16."""
+    ld, la, l0, l1, md, ma, m0, m1 = acc
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
+    col = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
+    b3 = b_s.reshape([4, 16]).load(gl.SliceLayout(2, M3))[:, :, None]
+    bp = b_s.reshape([2, 32]).load(gl.SliceLayout(2, MP))[:, :, None]
+    b2 = b_s.load(gl.SliceLayout(1, M2))[:, None]
+    ld = gl.where(row > col, ld, 0.0) * b3
+    md = gl.where(row >= col, md, 0.0)
+    ma = gl.convert_layout(ma.reshape([4, 16, 16]), M3, assert_trivial=True)
+    lf = (_join_far(l0, l1) * b2).to(gl.float16)
+    return (ld, (la * bp).to(gl.float16), lf), (_halves(md, ma).to(gl.float16), _join_far(m0, m1).to(gl.float16))
+
+
+@gluon.jit
+def _invert_tiles(ld, lt_s, x_s):
+    """Inverses of the four diagonal tiles of 1 + L, in x_s. lt_s: [16, 4, 16] fp32; x_s [4, 16, 16] fp16."""
     lt_s._reinterpret(gl.float32, [16, 4, 16], FLAT3).permute((1, 2, 0)).store(ld)
     gl.thread_barrier()
     x = _substitute(lt_s)
     x_s.permute((0, 2, 1)).store(x.to(gl.float16))
-    gl.thread_barrier()
+
+
+@gluon.jit
+def _merge_tiles(la, lf, x_s, p_s, th_s, p2_s):
+    """(1 + L)^-1 of the chunk from its tiles' inverses: its two 32 x 32 diagonal blocks and the block below, [64, 32] each.
+
+    th_s may be where _invert_tiles had lt_s, and p2_s where x_s and p_s are.
+    """
     # Neighbour below a diagonal tile: -X_a L_ab X_b for (a, b) = (1, 0), (3, 2).
-    lap = gl.convert_layout(la.to(gl.float16), APH, assert_trivial=True)
+    lap = gl.convert_layout(la, APH, assert_trivial=True)
     xe = x_s.reshape([2, 32, 16]).slice(0, 16, dim=1).load(LPAIRX)
     p = mma_v2(lap, gl.convert_layout(xe, BPH, assert_trivial=True), gl.zeros([2, 32, 16], gl.float32, MP))
     p_s.store(p.reshape([4, 16, 16]).to(gl.float16))
@@ -364,7 +434,7 @@ def _invert(ld, la, lf, lt_s, x_s, p_s, th_s, p2_s):
     th_s.store(th16)
     gl.thread_barrier()
     # Block of tiles 2, 3 against 0, 1: -T_hi L T_lo. Rows 0..31 of both products are unused.
-    lfh = gl.convert_layout(lf.to(gl.float16), A2H, assert_trivial=True)
+    lfh = gl.convert_layout(lf, A2H, assert_trivial=True)
     p2 = mma_v2(lfh, th_s.slice(0, 32, dim=0).load(B2H), gl.zeros([64, 32], gl.float32, M2))
     p2_s.store(p2.to(gl.float16))
     gl.thread_barrier()
@@ -374,33 +444,31 @@ def _invert(ld, la, lf, lt_s, x_s, p_s, th_s, p2_s):
 
 
 @gluon.jit
-def _scores_to_operands(acc, b_s, m_s, tt_s, scratch):
-    """Masks the scores, writes M, inverts and writes T = (1 + beta L)^-1 beta. scratch: four [64, 32] buffers."""
-    ld, la, l0, l1, md, ma, m0, m1 = acc
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
-    col = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
-    lt_s = scratch.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
-    xp_s = scratch.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
-    b3 = b_s.reshape([4, 16]).load(gl.SliceLayout(2, M3))[:, :, None]
-    bp = b_s.reshape([2, 32]).load(gl.SliceLayout(2, MP))[:, :, None]
-    b2 = b_s.load(gl.SliceLayout(1, M2))[:, None]
-    ld = gl.where(row > col, ld, 0.0) * b3
-    md = gl.where(row >= col, md, 0.0)
-    ma = gl.convert_layout(ma.reshape([4, 16, 16]), M3, assert_trivial=True)
-    _store_lower(m_s, _halves(md, ma), _join_far(m0, m1), 1.0, 1.0)
-    th, low = _invert(
-        ld, la * bp, _join_far(l0, l1) * b2, lt_s, xp_s.index(0), xp_s.index(1), scratch.index(1), scratch.index(2)
-    )  # fmt: skip
+def _store_t(tt_s, th, low, b_s):
+    """T = (1 + beta L)^-1 beta: the inverse with its columns scaled."""
     blo = b_s.slice(0, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
     bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
-    _store_lower(tt_s, th, low, blo, bhi)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2))[:, None]
+    tt_s.slice(0, 32, dim=1).store((gl.where(row < 32, th, low) * blo).to(gl.float16))
+    tt_s.slice(32, 32, dim=1).store((gl.where(row < 32, 0.0, th) * bhi).to(gl.float16))
 
 
 @gluon.jit
-def _store_lower(dst_s, halves, far, scale_lo, scale_hi):
-    """Writes a block lower triangular [64, 64] from its diagonal halves and its lower left block."""
+def _store_m(m_s, halves, far):
+    """M from its diagonal halves and its lower left block."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2))[:, None]
-    lo = gl.where(row < 32, halves, far) * scale_lo
-    hi = gl.where(row < 32, 0.0, halves) * scale_hi
-    dst_s.slice(0, 32, dim=1).store(lo.to(gl.float16))
-    dst_s.slice(32, 32, dim=1).store(hi.to(gl.float16))
+    m_s.slice(0, 32, dim=1).store(gl.where(row < 32, halves, far))
+    m_s.slice(32, 32, dim=1).store(gl.where(row < 32, 0.0, halves).to(gl.float16))
+
+
+@gluon.jit
+def _scores_to_operands(acc, b_s, m_s, tt_s, scratch):
+    """Masks the scores, writes M, inverts and writes T = (1 + beta L)^-1 beta. scratch: four [64, 32] buffers."""
+    low, m = _masked(acc, b_s)
+    _store_m(m_s, m[0], m[1])
+    lt_s = scratch.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
+    xp_s = scratch.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
+    _invert_tiles(low[0], lt_s, xp_s.index(0))
+    gl.thread_barrier()
+    th, far = _merge_tiles(low[1], low[2], xp_s.index(0), xp_s.index(1), scratch.index(1), scratch.index(2))
+    _store_t(tt_s, th, far, b_s)

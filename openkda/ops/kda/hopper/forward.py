@@ -20,7 +20,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     LROW,
     S64,
     _clean,
-    _column_slice,
+    _columns,
     _ex2,
     _gates,
     _rcp,
@@ -28,7 +28,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _scores,
     _scores_to_operands,
     _square_norm,
-    _store_kh,
+    _sum,
     _tile_factors,
 )
 
@@ -46,72 +46,174 @@ def _load_beta(beta_ptr, row0, n, hv, HV):
     return gl.load(beta_ptr + (row0 + i).to(gl.int64) * HV + hv, mask=i < n, other=float("-inf"))
 
 
+LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+LENTRY = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+
+
+@gluon.jit
+def _sums(x):
+    return gl.associative_scan(x, 0, _sum)
+
+
+@gluon.jit
+def write_ranks(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
+    """A pack's sequences as (sequence, first slot, first row, length), longest first, that none is left over at the end;
+    with more than 64 of them only the empty ones come last. Behind them the counter of tickets."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    i = gl.arange(0, NP, layout=LSEQ)
+    real = i < n_seqs
+    start = gl.load(cu_ptr + i, mask=real, other=0).to(gl.int32)
+    length = gl.load(cu_ptr + i + 1, mask=real, other=0).to(gl.int32) - start
+    chunks = (length + 63) // 64
+    if NP <= 64:
+        j = gl.arange(0, NP, layout=gl.SliceLayout(0, L))
+        mine = gl.where(real, length, -1)
+        other = gl.convert_layout(mine, gl.SliceLayout(0, L))[None, :]
+        mine = gl.convert_layout(mine, gl.SliceLayout(1, L))[:, None]
+        at = gl.convert_layout(i, gl.SliceLayout(1, L))[:, None]
+        longer = (other > mine) | ((other == mine) & (j[None, :] < at))
+        place = gl.convert_layout(gl.sum(longer.to(gl.int32), axis=1), LSEQ)
+    else:
+        some = (length > 0).to(gl.int32)
+        none = real.to(gl.int32) - some
+        place = gl.where(length > 0, _sums(some), gl.sum(some, axis=0) + _sums(none)) - 1
+    at = ranks_ptr + place * 4
+    gl.store(at, i, mask=real)
+    gl.store(at + 1, _sums(chunks) - chunks, mask=real)
+    gl.store(at + 2, start, mask=real)
+    gl.store(at + 3, length, mask=real)
+    gl.store(ranks_ptr + 4 * NP, 0)
+
+
+@gluon.jit(do_not_specialize=["n_seqs"])
+def kda_ranks_kernel(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
+    write_ranks(ranks_ptr, cu_ptr, n_seqs, NP)
+
+
+@gluon.jit
+def _chain(ranks_ptr, ticket, chains, HV, T, VARLEN: gl.constexpr, NP: gl.constexpr):
+    """(sequence, value head, first row, length) of a ticket; length -1: no more."""
+    i = gl.arange(0, 4, layout=LENTRY)
+    seq = ticket // HV
+    if VARLEN:
+        entry = gl.load(ranks_ptr + gl.minimum(seq, NP - 1) * 4 + i, mask=(ticket < chains) & (i < 4), other=-1)
+    else:
+        entry = gl.where(i == 0, seq, gl.where(i == 2, seq * T, gl.where(ticket < chains, T, -1)))
+    return gl.where(i == 1, ticket % HV, entry)
+
+
+@gluon.jit
+def _entry(x, i: gl.constexpr):
+    """Element i of four as a scalar."""
+    return gl.sum(gl.where(gl.arange(0, 4, layout=LENTRY) == i, x, 0), axis=0)
+
+
 @gluon.jit
 def factor_partition(
-    q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, bars, row0, length, hq, hv, HV, scale, bound,
+    q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, raw, work, ops, bars, turns, chains, T, groups, HV,
+    scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup that turns raw chunks into state operands, one chunk ahead of the state."""
+    """Warpgroup that draws chains (a sequence and value head), announces them to the states, and turns their raw chunks
+    into state operands, one chunk ahead of the state. The raw tiles of the next chunk, be it of the next chain, are on
+    their way meanwhile."""
     q_s, k_s, g_s = raw
-    kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s = work
+    kc_s, e1_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s = work
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
+    next_s, next_full, next_free = turns
 
     chan = gl.arange(0, 128, layout=F1)
-    c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
-    c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
     bound2 = bound * LOG2E
-    chunks = (length + 63) // 64
+    step = gl.num_programs(0)
+    ticket = gl.program_id(0)
+    entry = _chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+    hv = _entry(entry, 1)
+    row0 = _entry(entry, 2)
+    length = _entry(entry, 3)
+    drawn = gl.where(chan == 0, ticket, 0)
+    if VARLEN:
+        drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
     some = length > 0
     mbarrier.expect(g_full, 16384, pred=some)
     tma.async_copy_global_to_shared(g_desc, [row0, hv * 128], g_full, g_s, pred=some)
     mbarrier.expect(qk_full.index(0), 32768, pred=some)
-    tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], qk_full.index(0), q_s.index(0), pred=some)
-    tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], qk_full.index(0), k_s.index(0), pred=some)
+    tma.async_copy_global_to_shared(q_desc, [row0, hv // groups * 128], qk_full.index(0), q_s.index(0), pred=some)
+    tma.async_copy_global_to_shared(k_desc, [row0, hv // groups * 128], qk_full.index(0), k_s.index(0), pred=some)
     beta = _load_beta(beta_ptr, row0, length, hv, HV)
-
-    for c in range(chunks):
-        n = length - c * 64
-        st = c & 1
-        more = c + 1 < chunks
-        nst = (c + 1) & 1
-        mbarrier.expect(qk_full.index(nst), 32768, pred=more)
-        row = row0 + (c + 1) * 64
-        tma.async_copy_global_to_shared(q_desc, [row, hq * 128], qk_full.index(nst), q_s.index(nst), pred=more)
-        tma.async_copy_global_to_shared(k_desc, [row, hq * 128], qk_full.index(nst), k_s.index(nst), pred=more)
-        b_s.store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
-        beta = _load_beta(beta_ptr, row, n - 64, hv, HV)
-
-        qc = q_s.index(st)
-        kc = k_s.index(st)
-        mbarrier.wait(qk_full.index(st), (c >> 1) & 1)
-        mbarrier.wait(g_full, c & 1)
-        if n < 64:
-            _clean(kc, n, 0.0)
-            _clean(g_s, n, -3.0e38)
-        _gates(g_s, c2_s, t_s, c1, bound2)
-        rq = scale * _rsqrt(_square_norm(qc) + 1e-6)
-        rk = _rsqrt(_square_norm(kc) + 1e-6)
-        mbarrier.wait(kh_free.index(st), ((c >> 1) & 1) ^ 1)
-        dec_s.index(st).store(_tile_factors(t_s, xb_s, fk_s, ck_s))
-        for s in gl.static_range(2):
-            _store_kh(_column_slice(g_s, kc, rk, kc_s, s), kh_s.index(st), ck_s, s)
-        fence_async_shared()
+    next_s.index(0).store(entry)
+    gl.thread_barrier()
+    mbarrier.arrive(next_full.index(0), count=1)
+    before = 0
+    turn = 1
+    while length >= 0:
+        ticket = step + gl.sum(gl.where(chan == 0, drawn, 0), axis=0)
+        if VARLEN:
+            drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+        else:
+            drawn = gl.where(chan == 0, ticket, 0)
+        entry = _chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+        mbarrier.wait(next_free.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        next_s.index(turn & 1).store(entry)
         gl.thread_barrier()
-        mbarrier.arrive(kh_ready.index(st), count=1)
+        mbarrier.arrive(next_full.index(turn & 1), count=1)
+        turn += 1
+        hv_n = _entry(entry, 1)
+        row_n = _entry(entry, 2)
+        length_n = _entry(entry, 3)
+        c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
+        c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
+        chunks = (length + 63) // 64
+        for c in range(chunks):
+            n = length - c * 64
+            b = before + c
+            st = b & 1
+            nst = (b + 1) & 1
+            last = c + 1 == chunks
+            row = gl.where(last, row_n, row0 + (c + 1) * 64)
+            head = gl.where(last, hv_n, hv)
+            left = gl.where(last, length_n, n - 64)
+            more = left > 0
+            mbarrier.expect(qk_full.index(nst), 32768, pred=more)
+            column = head // groups * 128
+            tma.async_copy_global_to_shared(q_desc, [row, column], qk_full.index(nst), q_s.index(nst), pred=more)
+            tma.async_copy_global_to_shared(k_desc, [row, column], qk_full.index(nst), k_s.index(nst), pred=more)
+            b_s.store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
+            beta = _load_beta(beta_ptr, row, left, head, HV)
 
-        mbarrier.wait(free.index(0), (c & 1) ^ 1)
-        acc = _scores((qc, kc, g_s), rq, rk, (kc_s, cb_s, t_s, xb_s, fk_s), kt_s.index(0), qt_s.index(0))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(kq_ready.index(0), count=1)
-        mbarrier.expect(g_full, 16384, pred=more)
-        tma.async_copy_global_to_shared(g_desc, [row, hv * 128], g_full, g_s, pred=more)
+            qc = q_s.index(st)
+            kc = k_s.index(st)
+            mbarrier.wait(qk_full.index(st), (b >> 1) & 1)
+            mbarrier.wait(g_full, b & 1)
+            if n < 64:
+                _clean(kc, n, 0.0)
+                _clean(g_s, n, -3.0e38)
+            _gates(g_s, c2_s, t_s, c1, bound2)
+            rq = scale * _rsqrt(_square_norm(qc) + 1e-6)
+            rk = _rsqrt(_square_norm(kc) + 1e-6)
+            mbarrier.wait(kh_free.index(st), ((b >> 1) & 1) ^ 1)
+            dec_s.index(st).store(_tile_factors(t_s, xb_s, fk_s, ck_s, e1_s))
+            _columns(g_s, kc, rk, kc_s, kh_s.index(st), ck_s, gl.constexpr(True))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(kh_ready.index(st), count=1)
 
-        # The scores are in registers by now, so the inversion's buffers reuse kc_s.
-        _scores_to_operands(acc, b_s, m_s.index(0), tt_s.index(0), kc_s._reinterpret(gl.float16, [4, 64, 32], S64))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(tm_ready.index(0), count=1)
+            mbarrier.wait(free.index(0), (b & 1) ^ 1)
+            acc = _scores((qc, kc, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s.index(0), qt_s.index(0))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(kq_ready.index(0), count=1)
+            mbarrier.expect(g_full, 16384, pred=more)
+            tma.async_copy_global_to_shared(g_desc, [row, head * 128], g_full, g_s, pred=more)
+
+            # The scores are in registers by now, so the inversion's buffers reuse kc_s.
+            _scores_to_operands(acc, b_s, m_s.index(0), tt_s.index(0), kc_s._reinterpret(gl.float16, [4, 64, 32], S64))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(tm_ready.index(0), count=1)
+        before += chunks
+        hv = hv_n
+        row0 = row_n
+        length = length_n
 
 
 @gluon.jit
@@ -166,12 +268,12 @@ def _write_output(o_desc, o_ptr, v_s, row, col0, n, HV):
 def state_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, STAGES: gl.constexpr,
-    VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
+    VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True, before=0,
 ):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers.
 
     STATE_IN: 0 zeros, 1 from s0_ptr, 2 the identity. VALUES=False takes v = 0, OUTPUT=False writes no o: from the
-    identity the two give the transition matrix of the whole range.
+    identity the two give the transition matrix of the whole range. before: chunks that went through the buffers earlier.
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
@@ -192,16 +294,19 @@ def state_partition(
 
     if VALUES:
         some = length > 0
-        mbarrier.expect(v_full.index(0), 8192, pred=some)
-        tma.async_copy_global_to_shared(v_desc, [row0, col0], v_full.index(0), v_s.index(0), pred=some)
+        mbarrier.expect(v_full.index(before & 1), 8192, pred=some)
+        tma.async_copy_global_to_shared(
+            v_desc, [row0, col0], v_full.index(before & 1), v_s.index(before & 1), pred=some
+        )
     for c in range(chunks):
-        st = c & 1
-        sb = c % STAGES
-        phase = (c // STAGES) & 1
+        b = before + c
+        st = b & 1
+        sb = b % STAGES
+        phase = (b // STAGES) & 1
         n = length - c * 64
         v_c = v_s.index(st)
         if VALUES:
-            mbarrier.wait(v_full.index(st), (c >> 1) & 1)
+            mbarrier.wait(v_full.index(st), (b >> 1) & 1)
             if n < 64:
                 _clean(v_c, n, 0.0)
             v_max = gl.max(gl.abs(_values(v_c)), axis=1)
@@ -225,7 +330,7 @@ def state_partition(
             # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
             tma.store_wait(0)
             gl.thread_barrier()
-            nst = (c + 1) & 1
+            nst = (b + 1) & 1
             more = c + 1 < chunks
             mbarrier.expect(v_full.index(nst), 8192, pred=more)
             tma.async_copy_global_to_shared(
@@ -243,7 +348,7 @@ def state_partition(
             mbarrier.arrive(free.index(sb), count=1)
             _stage_output(o, inv, v_c)
 
-        mbarrier.wait(kh_ready.index(st), (c >> 1) & 1)
+        mbarrier.wait(kh_ready.index(st), (b >> 1) & 1)
         dec = dec_s.index(st).load(gl.SliceLayout(0, ACC_S))
         s = s * dec[None, :]
         s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
@@ -271,14 +376,14 @@ def state_partition(
 def _work_buffers():
     """Scratch of the factor warpgroup."""
     kc_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
-    cb_s = gl.allocate_shared_memory(gl.float16, [16, 128], S64)
+    e1_s = gl.allocate_shared_memory(gl.float16, [4, 32], FLAT1)
     t_s = gl.allocate_shared_memory(gl.float32, [4, 128], FLAT2)
-    xb_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
-    fk_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
-    ck_s = gl.allocate_shared_memory(gl.float16, [4, 128], FLAT2)
+    xb_s = gl.allocate_shared_memory(gl.float16, [4, 4, 32], FLAT2)
+    fk_s = gl.allocate_shared_memory(gl.float16, [4, 4, 32], FLAT2)
+    ck_s = gl.allocate_shared_memory(gl.float16, [2, 4, 64], FLAT2)
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
-    return kc_s, cb_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s
+    return kc_s, e1_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s
 
 
 @gluon.jit
@@ -321,32 +426,57 @@ def _allocate():
     return (q_s, k_s, g_s), (v0_s, v1_s), work, ops, fbars, sb0, sb1
 
 
-@gluon.jit(do_not_specialize=["T"])
-def kda_forward_kernel(
-    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, cu_ptr,
-    HV, groups, T, scale, bound,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
+@gluon.jit
+def walking_state(
+    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, turns, HV,
+    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr,
 ):  # fmt: skip
-    """One CTA a (sequence, value head): two state warpgroups and one factor warpgroup."""
-    pid = gl.program_id(0)
-    n_seq = pid // HV
-    hv = pid % HV
-    if VARLEN:
-        row0 = gl.load(cu_ptr + n_seq).to(gl.int32)
-        length = gl.load(cu_ptr + n_seq + 1).to(gl.int32) - row0
-    else:
-        row0 = n_seq * T
-        length = T
+    """Carries the state of one announced chain after the other."""
+    next_s, next_full, next_free = turns
+    turn = 0
+    before = 0
+    length = 0
+    while length >= 0:
+        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
+        entry = next_s.index(turn & 1).load(LENTRY)
+        seq = _entry(entry, 0)
+        hv = _entry(entry, 1)
+        row0 = _entry(entry, 2)
+        length = _entry(entry, 3)
+        gl.thread_barrier()
+        mbarrier.arrive(next_free.index(turn & 1), count=1)
+        turn += 1
+        if length >= 0:
+            state_partition(v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, seq, hv, HV, half,
+                            STATE_IN, STATE_OUT, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), before)  # fmt: skip
+        before += (length + 63) // 64
+
+
+@gluon.jit
+def _turns():
+    """Where chains are announced: two entries with their barriers."""
+    next_s = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT1)
+    return next_s, _bars(2, 1), _bars(2, 2)
+
+
+@gluon.jit(do_not_specialize=["T", "chains"])
+def kda_forward_kernel(
+    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
+    HV, groups, T, chains, scale, bound,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr,
+):  # fmt: skip
+    """One CTA an SM, which draws one (sequence, value head) after the other: two state warpgroups, one of factors."""
     raw, values, work, ops, fbars, sb0, sb1 = _allocate()
-    hq = hv // groups
+    turns = _turns()
+    fence_async_shared()
     gl.warp_specialize(
         [
-            (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, raw, work, ops, fbars,
-                                row0, length, hq, hv, HV, scale, bound)),
-            (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, row0, length, n_seq, hv, HV,
-                               0, STATE_IN, STATE_OUT, gl.constexpr(1))),
-            (state_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, row0, length, n_seq, hv, HV,
-                               1, STATE_IN, STATE_OUT, gl.constexpr(1))),
+            (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, raw, work, ops, fbars,
+                                turns, chains, T, groups, HV, scale, bound, VARLEN, NP)),
+            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, turns, HV, gl.constexpr(0),
+                             STATE_IN, STATE_OUT)),
+            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, turns, HV, gl.constexpr(1),
+                             STATE_IN, STATE_OUT)),
         ],
         [4, 4],
         [168, 168],

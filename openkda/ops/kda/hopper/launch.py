@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from openkda.ops.kda.hopper.forward import kda_forward_kernel
+from openkda.ops.kda.hopper.forward import kda_forward_kernel, kda_ranks_kernel
 from openkda.ops.kda.hopper.merge import merge_segments_kernel
 from openkda.ops.kda.hopper.schedule import (
     CHUNK,
@@ -32,13 +32,18 @@ from openkda.ops.kda.hopper.schedule import (
     segment_tokens,
     slots,
 )
-from openkda.ops.kda.hopper.twopass import kda_prepare_kernel, kda_scan_kernel
+from openkda.ops.kda.hopper.twopass import (
+    kda_ends_kernel,
+    kda_prepare_kernel,
+    kda_scan_kernel,
+    kda_scan_pack_kernel,
+)
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_COLUMNS = (128, 128, 128, CHUNK, CHUNK)
-"""Of a prepared chunk's operands Kt, Qt, Kh, T and M; each is a [64, columns] tile in float16."""
-_MERGED_COLUMNS = 32
+_MERGED_COLUMNS, _MERGING_WARPS = 16, 8
+_WALK = True
+_OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -96,12 +101,14 @@ class _Problem:
 
 @dataclass(slots=True)
 class _Operands:
-    """Prepared chunks in `workspace`: descriptors of Kt, Qt, Kh [slots HV 64, 128] and T, M [slots HV 64, 64] in fp16,
-    decay [slots HV, 128] in fp32."""
+    """Prepared chunks in `workspace`: descriptors of Kt, Qt, Kh [slots HV 3 64, 128] and the quarters of T, M
+    [slots HV 6 32, 32] in fp16, decay [slots HV, 128] in fp32. ranks: a pack's sequences by length, [sequences, 4] int32,
+    and a counter."""
 
     workspace: Tensor
     descriptors: tuple[TensorDescriptor, ...]
     decay: _Place
+    ranks: _Place
 
 
 def forward(
@@ -169,10 +176,11 @@ def _tiles(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
 
 def _launch(
     kernel: Any, grid: tuple[int, int], descriptors: tuple[TensorDescriptor, ...], pointers: tuple[Memory, ...],
-    sizes: tuple[int, ...], numbers: tuple[int | float, ...], constants: tuple[Any, ...], index: int,
+    sizes: tuple[int, ...], numbers: tuple[int | float, ...], constants: tuple[Any, ...], index: int, **options: int,
 ) -> None:  # fmt: skip
     """A kernel on the current device, which is `index`. Its parameters, in this order: descriptors (always of the same
     types); pointers; sizes, on whose divisibility Triton specialises; numbers (do_not_specialize, or floats); constants.
+    options are the compiler's, always the same for a kernel.
 
     Once compiled it bypasses Triton's launch, which describes every argument in a string. Not while a profiler listens.
     """
@@ -183,7 +191,7 @@ def _launch(
     if ready is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = kernel[grid](*descriptors, *pointers, *sizes, *numbers, *constants, num_warps=4)
+        _compiled[key] = kernel[grid](*descriptors, *pointers, *sizes, *numbers, *constants, **(_OPTIONS | options))
         return
     ready.run(
         *grid, 1, driver.active.get_current_stream(index), ready.function, ready.packed_metadata, None, None, None,
@@ -195,43 +203,47 @@ def _prepare(p: _Problem) -> _Operands:
     packed = p.cu_seqlens is not None
     n, t, hv = p.sequences, p.tokens, p.heads
     count = slots(t, n, packed) * hv
-    workspace = torch.empty(count * SLOT_BYTES, dtype=torch.uint8, device=p.q.device)
-    descriptors = []
+    padded = padded_count(n) if packed else 16
+    workspace = torch.empty(count * SLOT_BYTES + 16 * padded + 4, dtype=torch.uint8, device=p.q.device)
     at = workspace.data_ptr()
-    for columns in _COLUMNS:
-        place = _Place(at, torch.float16)
-        descriptors.append(_descriptor(place, count * CHUNK, columns, columns, [CHUNK, columns], _ROWS))
-        at += count * CHUNK * columns * 2
-    w = _Operands(workspace, tuple(descriptors), _Place(at, torch.float32))
+    rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
+    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
+    descriptors = (
+        _descriptor(rows, count * 3 * CHUNK, 128, 128, [CHUNK, 128], _ROWS),
+        _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
+    )
+    w = _Operands(workspace, descriptors, decay, ranks)
     block = [CHUNK, 128]
     _launch(
         kda_prepare_kernel, (count, 1),
         (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors),
-        (w.decay, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens),
-        (hv, hv // p.q.shape[2]), (t, n, p.scale, p.lower_bound), (packed, padded_count(n) if packed else 16), p.index,
+        (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens),
+        (hv, hv // p.q.shape[2]), (t, n, p.scale, p.lower_bound), (packed, padded, not packed),
+        p.index,
     )  # fmt: skip
     return w
 
 
-def _scan(
-    p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int,
-    identity: bool = False, output: bool = True,
-) -> None:  # fmt: skip
-    """One pass over n ranges of `length` tokens (or the pack's), from s0, writing states to st and, if `output`, o.
-
-    identity: from the identity and without values, so that st becomes the transition matrix of each range.
-    """
+def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int) -> None:
+    """One pass over n ranges of `length` tokens (or the pack's), from s0, writing o and, where wanted, end states to st."""
     cu, hv = p.cu_seqlens, p.heads
     split = is_split(n * hv, _sm_count(p.index))
     block = [CHUNK, 64]
     decay = w.decay
+    if cu is not None and not split and _WALK:
+        _launch(
+            kda_scan_pack_kernel, (min(n * hv, _sm_count(p.index)), 1),
+            (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
+            (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st), (hv,), (n * hv,),
+            (0 if s0 is None else 1, st is not None, padded_count(n)), p.index,
+        )  # fmt: skip
+        return
     _launch(
         kda_scan_kernel, (n * hv * (2 if split else 1), 1),
         (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
         (decay, o, decay if s0 is None else s0, decay if st is None else st, decay if cu is None else cu),
         (hv,), (length, p.q.shape[0] * p.tokens, n),
-        (2 if identity else 0 if s0 is None else 1, st is not None, cu is not None,
-         16 if cu is None else padded_count(n), split, not identity, output),
+        (0 if s0 is None else 1, st is not None, cu is not None, 16 if cu is None else padded_count(n), split),
         p.index,
     )  # fmt: skip
 
@@ -263,25 +275,32 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
     size = n * hv * 128 * 128
     states = torch.empty(3 * size, dtype=torch.float32, device=o.device)
     local, transition, entering = (_Place(states.data_ptr() + i * size * 4, torch.float32) for i in range(3))
-    _scan(p, w, None, local, o, n=n, length=length, output=False)
-    _scan(p, w, None, transition, o, n=n, length=length, identity=True, output=False)
+    _launch(
+        kda_ends_kernel, (2 * n * hv, 1), (*w.descriptors, _tiles(p.v, [CHUNK, 64], _HALF)),
+        (w.decay, local, transition), (hv,), (length, b * t), (), p.index,
+    )  # fmt: skip
     _launch(
         merge_segments_kernel, (b * hv, 128 // _MERGED_COLUMNS), (),
         (transition, local, local if s0 is None else s0, entering, local if st is None else st),
         (hv,), (count,), (s0 is not None, st is not None, _MERGED_COLUMNS), p.index,
+        num_warps=_MERGING_WARPS,
     )  # fmt: skip
     _scan(p, w, entering, None, o, n=n, length=length)
 
 
 def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
-    hv = p.heads
+    n, hv, cu = p.sequences, p.heads, p.cu_seqlens
     block, half = [CHUNK, 128], [CHUNK, 64]
+    padded = 16 if cu is None else padded_count(n)
+    ranks: Tensor = o
+    if cu is not None:
+        ranks = torch.empty(4 * padded + 1, dtype=torch.int32, device=o.device)
+        _launch(kda_ranks_kernel, (1, 1), (), (ranks, cu), (), (n,), (padded,), p.index)
     _launch(
-        kda_forward_kernel, (p.sequences * hv, 1),
+        kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
         (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
          _tiles(o, half, _HALF)),
-        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st,
-         p.beta if p.cu_seqlens is None else p.cu_seqlens),
-        (hv, hv // p.q.shape[2]), (p.tokens, p.scale, p.lower_bound),
-        (0 if s0 is None else 1, st is not None, p.cu_seqlens is not None), p.index,
+        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
+        (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound),
+        (0 if s0 is None else 1, st is not None, cu is not None, padded), p.index,
     )  # fmt: skip

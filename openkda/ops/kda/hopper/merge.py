@@ -11,7 +11,10 @@ def merge_segments_kernel(
     m_ptr, l_ptr, s0_ptr, init_ptr, st_ptr, HV, segments,
     HAS_S0: tl.constexpr, HAS_ST: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Entering state of every segment of one (sequence, head) and block of value channels."""
+    """Entering state of every segment of one (sequence, head) and block of value channels.
+
+    The next segment's matrices are on their way while this one's are multiplied: nothing but the product is in the chain.
+    """
     pid = tl.program_id(0)
     n = pid // HV
     hv = pid % HV
@@ -20,10 +23,13 @@ def merge_segments_kernel(
     tile = k[:, None] * 128 + v[None, :]
     square = k[:, None] * 128 + k[None, :]
     s = tl.load(s0_ptr + pid.to(tl.int64) * 16384 + tile) if HAS_S0 else tl.zeros([128, BV], tl.float32)
-    for p in range(segments):
-        base = ((n * segments + p) * HV + hv).to(tl.int64) * 16384
+    base = (n * segments * HV + hv).to(tl.int64) * 16384
+    m, local = tl.load(m_ptr + base + square), tl.load(l_ptr + base + tile)
+    for p in tl.range(0, segments, num_stages=1):
+        following = base + (p + 1 < segments).to(tl.int64) * 16384 * HV
+        m_next, local_next = tl.load(m_ptr + following + square), tl.load(l_ptr + following + tile)
         tl.store(init_ptr + base + tile, s)
-        m = tl.load(m_ptr + base + square)
-        s = tl.dot(m, s, tl.load(l_ptr + base + tile), input_precision="tf32x3")
+        s = tl.dot(m, s, local, input_precision="tf32x3")
+        base, m, local = following, m_next, local_next
     if HAS_ST:
         tl.store(st_ptr + pid.to(tl.int64) * 16384 + tile, s)

@@ -21,8 +21,8 @@ from __future__ import annotations
 CHUNK = 64
 WORKSPACE = 2 << 30
 """Bytes of prepared chunks alive at once; a longer sequence goes through in windows of tokens, carrying its state."""
-SLOT_BYTES = 3 * 64 * 128 * 2 + 2 * 64 * 64 * 2 + 128 * 4
-"""A prepared chunk of one head: Kt, Qt, Kh and T, M in float16, the decay of its channels in float32."""
+SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 128 * 4
+"""A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels in float32."""
 
 _SCAN_US = {True: 1.85, False: 2.29}
 _SEGMENT_US = {True: 3.85, False: 6.05}
