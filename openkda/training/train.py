@@ -120,7 +120,8 @@ def _new_model(config: ModelConfig, options: TrainOptions, device: torch.device)
     model = HybridLM(config)
     model.init_weights(seed)
     model.to(device)
-    with torch.no_grad():
+    dtype = choose_dtype(options.dtype, device)
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         model(torch.zeros(1, 2, dtype=torch.int64, device=device))
     return model
 

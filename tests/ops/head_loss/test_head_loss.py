@@ -17,7 +17,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def inputs(N: int, D: int, V: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
     gen = torch.Generator().manual_seed(0)
-    h, w = torch.randn(N, D, generator=gen), torch.randn(V, D, generator=gen)
+    h, w = torch.randn(N, D, generator=gen), torch.randn(V, D, generator=gen) * D**-0.5  # logits of size 1
     targets = torch.randint(0, V, (N,), generator=gen).to(device)
     return h.to(device, dtype).requires_grad_(), w.to(device, dtype).requires_grad_(), targets
 

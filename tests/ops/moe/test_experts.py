@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 
 import pytest
@@ -221,3 +223,12 @@ def test_refusals() -> None:
     good = PackedExperts(pack_mxfp4(w1), pack_mxfp4(w2), pack_mxfp4(w3))
     with pytest.raises(ValueError, match=r"packed\.w2: expected uint8 \[7, 32, 32\]"):
         packed_expert_mlp(x, experts, weights, PackedExperts(good.w1, good.w1, good.w3), activation=SwiGLU())
+
+
+def test_the_activation_kernels_are_a_function_after_their_module_is_loaded() -> None:
+    """A submodule of the function's name would take its place in the package when it is first imported."""
+    pytest.importorskip("triton")
+    from openkda.ops.moe import triton as kernels
+
+    importlib.import_module("openkda.ops.moe.triton.launch")
+    assert inspect.isfunction(kernels.glu)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.moe.triton.glu import glu_gradient_kernel, glu_kernel
+from openkda.ops.moe.triton.gated import glu_gradient_kernel, glu_kernel
 from openkda.ops.triton.api import ceil_div, launch
 
 BLOCK = 2048
