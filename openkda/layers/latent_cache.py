@@ -25,7 +25,7 @@ def append(state: MLAState, new: Tensor, cu_seqlens: Tensor | None, keep: bool) 
     """`state` followed by new [N, T, R], or by a pack [1, T, R] with cu_seqlens [N + 1]; `state` stays what it was.
 
     Writes in place behind the newest state of a buffer, so a token costs one row, not a copy of the cache. Under autograd
-    everything is copied. keep: the result will be continued (it becomes the buffer's newest state).
+    everything is copied, and so it is without `keep`: the result will be continued (it becomes the buffer's newest state).
     """
     longest = int(state.length.max()) if state.longest is None else state.longest
     if cu_seqlens is None:
@@ -40,24 +40,32 @@ def append(state: MLAState, new: Tensor, cu_seqlens: Tensor | None, keep: bool) 
         place = state.length[row] + offset
         longest = int((state.length + added).max())
     length, flat = state.length + added, new.flatten(0, 1).to(state.latent.dtype)
-    if torch.is_grad_enabled() and (flat.requires_grad or state.latent.requires_grad):
-        held = state.latent[:, :longest]
+    held = state.latent[:, :longest]
+    recorded = torch.is_grad_enabled() and (flat.requires_grad or state.latent.requires_grad)
+    if recorded or not keep:
         wide = F.pad(held, (0, 0, 0, longest - held.shape[1]))
         return MLAState(wide.index_put((row, place), flat), length, longest)
-    buffer, tail = state.latent, state.tail
-    if not _may_write(state, longest):
-        buffer = _grown(state.latent[:, :longest], longest)
-        tail = [length]
+    buffer, tail = (state.latent, state.tail) if _claimed(state, longest) else (_grown(held, longest), [])
     buffer[row, place] = flat
-    if tail is not None and keep:
-        tail[0] = length
+    assert tail is not None  # for the type checker: what is claimed has one
+    tail.append(length)
     return MLAState(buffer, length, longest, tail)
 
 
-def _may_write(state: MLAState, longest: int) -> bool:
-    newest = state.tail is not None and state.tail[0] is state.length
+def _claimed(state: MLAState, longest: int) -> bool:
+    """Whether this call may write behind the end of `state`. Then nobody else can until the new length stands in `tail`:
+    taking out its element is one step even where several threads continue one state."""
     fits = longest <= state.latent.shape[1]
-    return newest and fits and state.latent.is_inference() == torch.is_inference_mode_enabled()
+    if not fits or state.tail is None or state.latent.is_inference() != torch.is_inference_mode_enabled():
+        return False
+    try:
+        newest = state.tail.pop()
+    except IndexError:  # another thread is writing
+        return False
+    if newest is not state.length:
+        state.tail.append(newest)
+        return False
+    return True
 
 
 def _grown(held: Tensor, longest: int) -> Tensor:

@@ -40,9 +40,9 @@ class MLAState:
     latent: [N, capacity, R] normalised latent followed by the shared key; row n is valid in [0, length[n]), what lies
     behind is never read. length: [N] int64. capacity >= max(length): appending within it copies nothing old.
     longest: a bound on max(length) that the host knows, so that no step waits for a GPU; None = read `length`.
-    tail: one element, shared by all states that share `latent`: the `length` of the newest of them. Only that one may
-    write behind its end; any other state (an older one that is continued a second time, a selection of rows) is
-    copied first, so that no state ever changes under its owner.
+    tail: one element (none while somebody writes), shared by all states that share `latent`: the `length` of the newest
+    of them. Only that one may write behind its end; any other state (an older one that is continued a second time, a
+    selection of rows) is copied first, so that no state ever changes under its owner.
     """
 
     latent: Tensor

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from openkda.layers import latent_cache
 from openkda.layers.mla import GatedMLA
 from openkda.layers.state import MLAState
 from openkda.models.presets import PRESETS
@@ -114,6 +117,27 @@ def test_selected_copied_and_pickled_states_are_their_own() -> None:
     whole = pickle.loads(pickle.dumps(whole))
     _, further = layer(x, state=whole, return_state=True)
     assert further.latent.data_ptr() == whole.latent.data_ptr()  # a whole copy is again its buffer's newest
+
+
+def test_threads_that_continue_one_state_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix that several requests share: whoever comes second copies, even before the first has written."""
+    state = latent_cache.start(torch.randn(1, 100, 8), None)
+    state = latent_cache.append(state, torch.randn(1, 1, 8), None, keep=True)
+    both, inside = threading.Barrier(2), latent_cache._claimed
+
+    def claimed(state: MLAState, longest: int) -> bool:
+        mine = inside(state, longest)
+        both.wait(10)  # neither writes before both have asked
+        return mine
+
+    monkeypatch.setattr(latent_cache, "_claimed", claimed)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(latent_cache.append, state, torch.full((1, 3, 8), x), None, True) for x in (1.0, 2.0)]
+        one, two = (a.result() for a in asked)
+    assert (one.latent[:, 101:104] == 1).all() and (two.latent[:, 101:104] == 2).all()
+    monkeypatch.undo()
+    scored = latent_cache.append(two, torch.full((1, 3, 8), 3.0), None, keep=False)  # nobody's buffer: it is not kept
+    assert scored.latent.data_ptr() not in (one.latent.data_ptr(), two.latent.data_ptr())
 
 
 def test_states_cross_autograd_and_inference_modes() -> None:

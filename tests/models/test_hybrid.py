@@ -300,6 +300,18 @@ def test_one_graph_forward_and_backward() -> None:
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+@torch.no_grad()
+def test_one_graph_for_all_lengths(dynamic: bool | None) -> None:
+    """Lengths, and under dynamic=True even the eps of a norm, are symbols; nothing is compiled after the second."""
+    model = built("mla-first")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (20, 33, 64, 7):
+        with torch.compiler.set_stance("fail_on_recompile" if length in (64, 7) else "default"):
+            assert rel(compiled(ids(2, length)).logits, model(ids(2, length)).logits) < SAME
+
+
 def test_targets_give_the_loss_of_the_logits() -> None:
     """Also with tied embeddings; and where logits of padded or left out positions would be asked for, it says so."""
     for tied in (False, True):

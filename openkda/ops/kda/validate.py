@@ -19,7 +19,7 @@ def validate(call: KDACall, check_inputs: bool) -> KDACall:
     """Raise ValueError/TypeError for a malformed call; else return it. Reads no tensor values on a GPU unless asked."""
     _check_tokens(call)
     _check_gate(call)
-    if not math.isfinite(call.scale):
+    if not -math.inf < call.scale < math.inf:  # in a graph it may be a symbol, which math.isfinite cannot take
         _bad("scale", "a finite number", call.scale)
     _check_packing(call, check_inputs)
     _check_states(call)

@@ -117,7 +117,7 @@ def _check_impl(call: MLACall, impl: str | None) -> None:
 
 def _validate(call: MLACall) -> None:
     q, latent, kv_b = call.q, call.latent, call.kv_b
-    if not math.isfinite(call.scale):
+    if not -math.inf < call.scale < math.inf:  # in a graph it may be a symbol, which math.isfinite cannot take
         _bad("scale", "a finite number", call.scale)
     for name, t, dims in (("q", q, 4), ("latent", latent, 3), ("kv_b", kv_b, 2)):
         if t.dim() != dims:

@@ -34,8 +34,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """
     T, S, V = q.shape[1], k.shape[1], v.shape[-1]
     q, k, v = (t.transpose(1, 2) for t in _one_width(q, k, v))
-    if T in (1, S):
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=T == S and T > 1, scale=scale)
+    if T == 1:
+        o = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    elif T == S:  # a branch, not `is_causal=T == S`: in a graph that is a symbol, which is no flag
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     else:
         rows = max(1, MASK_ENTRIES // S)
         o = torch.cat([_continuing(q, k, v, a, min(a + rows, T), scale) for a in range(0, T, rows)], dim=2)

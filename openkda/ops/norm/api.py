@@ -105,7 +105,7 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
         raise ValueError(f"weight.shape: expected {list(x.shape[-1:])} (last axis of x), received {list(weight.shape)}")
     if weight.device != x.device:
         raise ValueError(f"weight.device: expected {x.device} (that of x), received {weight.device}")
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps < math.inf:  # in a graph eps may be a symbol, which math.isfinite cannot take
         raise ValueError(f"eps: expected a finite number >= 0, received {eps}")
 
 
