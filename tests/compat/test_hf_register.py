@@ -206,10 +206,10 @@ def test_images(directories: dict[str, Path]) -> None:
     assert not torch.allclose(other[:, -1], out.logits[:, -1])
 
 
-def test_gradient_checkpointing(directories: dict[str, Path]) -> None:
+def test_gradient_checkpointing(directory: Path) -> None:
     grads = []
     for on in (False, True):
-        model = transformers.AutoModelForCausalLM.from_pretrained(directories["kimi-linear-48b"]).train()
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory).train()
         if on:
             model.gradient_checkpointing_enable()
             assert model.is_gradient_checkpointing
@@ -218,7 +218,11 @@ def test_gradient_checkpointing(directories: dict[str, Path]) -> None:
         x = ids(2, 12)
         model(input_ids=x, labels=x).loss.backward()
         assert len(calls) == 1 + on
-        grads.append({n: p.grad for n, p in model.named_parameters()})
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        idle = [
+            n for n, p in model.named_parameters() if p.grad is None
+        ]  # no picture; layer 0 reads the embedding alone
+        assert all("vision" in n or "mm_projector" in n or "layers.0.self_attention_res" in n for n in idle)
     assert all(torch.equal(grads[0][n], grads[1][n]) for n in grads[0])
 
 
@@ -239,7 +243,8 @@ def test_from_config_and_published_state_dicts(directories: dict[str, Path]) -> 
         fresh.load_state_dict({**fresh.state_dict(), "model.layers.9.nothing": torch.ones(1)})
 
 
-def test_trainer(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_trainer(directory: Path, tmp_path: Path) -> None:
+    """Of the K3 layout everything but the packed experts learns; they are written back as they came."""
     rows = [{"input_ids": r, "labels": r} for r in ids(8, 16)]
 
     def trained(steps: int, resume: bool = False) -> Any:
@@ -248,7 +253,7 @@ def test_trainer(directories: dict[str, Path], tmp_path: Path) -> None:
             save_steps=4, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, lr_scheduler_type="constant",
         )  # fmt: skip
         transformers.set_seed(0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(directories["kimi-linear-48b"])
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
