@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from openkda.layers.parameters import Float32Parameters, fill_constant
+from openkda.ops.device.api import autocast_dtype
 from openkda.ops.norm.api import gated_rms_norm, rms_norm
 
 
@@ -26,10 +27,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = rms_norm(x, self.weight, self.eps)
-        kind = x.device.type
-        if y.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-            y = y.to(torch.get_autocast_dtype(kind))
-        return y
+        dtype = autocast_dtype(y)
+        return y if dtype is None else y.to(dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -59,6 +59,16 @@ def transform_refusals() -> list[str]:
     return []
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of a floating x where it is on for x's device, else None; torch raises where there is no autocast."""
+    kind = x.device.type
+    if kind not in ("cuda", "cpu") and not torch.amp.is_autocast_available(kind):
+        return None
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def choose_module(
     op: str, names: tuple[str, ...], impl: str | None, x: Tensor, load: Callable[[str], ModuleType]
 ) -> ModuleType:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openkda.ops.device.api import choose_module
+from openkda.ops.device.api import autocast_dtype, choose_module
 
 __all__ = ["IMPLEMENTATIONS", "head_loss"]
 
@@ -57,12 +57,9 @@ def head_loss(
             f"[V, {h.shape[1]}] and [{h.shape[0]}]",
             f"{list(weight.shape)}, {list(targets.shape)}",
         )
-    return choose_module("head_loss", IMPLEMENTATIONS, impl, h, _module).run(h, weight, targets, _compute_dtype(h))
-
-
-def _compute_dtype(h: Tensor) -> torch.dtype:
-    kind = h.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and h.dtype != torch.float64 else h.dtype
+    return choose_module("head_loss", IMPLEMENTATIONS, impl, h, _module).run(
+        h, weight, targets, autocast_dtype(h) or h.dtype
+    )
 
 
 def _bad(name: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:
