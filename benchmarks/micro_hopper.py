@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openkda.ops.kda.hopper import launch
-from openkda.ops.kda.hopper.forward import _allocate, _turns, factor_partition, state_partition
+from openkda.ops.kda.hopper.chains import turns
+from openkda.ops.kda.hopper.forward import _allocate, factor_partition, state_partition
 
 
 @gluon.jit
@@ -109,9 +110,9 @@ def role_kernel(
             [
                 (factor_stub, (fbars, T // 64)),
                 (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[0], ops, sb0, 0, T, 0, hv, HV,
-                                   0, gl.constexpr(0), gl.constexpr(False), gl.constexpr(1))),
+                                   0, gl.constexpr(0), gl.constexpr(False))),
                 (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[1], ops, sb1, 0, T, 0, hv, HV,
-                                   1, gl.constexpr(0), gl.constexpr(False), gl.constexpr(1))),
+                                   1, gl.constexpr(0), gl.constexpr(False))),
             ],
             [4, 4], [168, 168],
         )  # fmt: skip
@@ -119,7 +120,7 @@ def role_kernel(
         gl.warp_specialize(
             [
                 (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, raw, work, ops, fbars,
-                                    _turns(), HV, T, 1, HV, scale, bound, gl.constexpr(False), gl.constexpr(16))),
+                                    turns(), HV, T, 1, HV, scale, bound, gl.constexpr(False), gl.constexpr(16))),
                 (state_stub, (ops, sb0, T // 64)),
                 (no_work, (T,)),
             ],

@@ -297,12 +297,9 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
         pytest.skip(f"Gluon of Triton {TRITON_RELEASE}")
     from openkda.ops.kda.hopper.forward import kda_forward_kernel
     from openkda.ops.kda.hopper.merge import merge_segments_kernel
-    from openkda.ops.kda.hopper.twopass import (
-        kda_ends_kernel,
-        kda_prepare_kernel,
-        kda_scan_kernel,
-        kda_scan_pack_kernel,
-    )
+    from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
+    from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
+    from openkda.ops.kda.hopper.scan_pack import kda_scan_pack_kernel
 
     scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 8, "SPLIT": False}
     options = {"num_warps": 8} if which == "merge" else {}

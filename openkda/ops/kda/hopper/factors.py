@@ -26,8 +26,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-ROLLED = gl.constexpr(True)
 LOG2E = gl.constexpr(1.4426950408889634)
 W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
 WR = gl.constexpr(16)  # narrower where the 64 score accumulators are live
@@ -99,6 +99,15 @@ S64 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=
 FLAT1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers that `arrivals` arrivals complete."""
+    b = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(b.index(i), count=arrivals)
+    return b
 
 
 @gluon.jit
@@ -198,11 +207,6 @@ def _square_norm(x_s):
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
     return gl.sum(gl.where(i == j, d, 0.0), axis=2)
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -350,12 +354,8 @@ def _scores(raw, rq, rk, work, kt_s, qt_s):
     zp = gl.zeros([2, 32, 16], gl.float32, MP)
     z2 = gl.zeros([64, 16], gl.float32, M2)
     acc = (z3, zp, z2, z2, z3, zp, z2, z2)
-    if ROLLED:
-        for s in range(4):
-            acc = _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s)
-    else:
-        for s in gl.static_range(4):
-            acc = _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s)
+    for s in range(4):  # a loop, not copies: three programs an SM share the instruction cache
+        acc = _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s)
     return acc
 
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from openkda.ops.kda.hopper.chains import announce, chain, field, receive, turns
 from openkda.ops.kda.hopper.factors import (  # fmt: skip
     F1,
     FLAT1,
@@ -28,8 +29,8 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _scores,
     _scores_to_operands,
     _square_norm,
-    _sum,
     _tile_factors,
+    barriers,
 )
 
 ACC_T = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -46,71 +47,9 @@ def _load_beta(beta_ptr, row0, n, hv, HV):
     return gl.load(beta_ptr + (row0 + i).to(gl.int64) * HV + hv, mask=i < n, other=float("-inf"))
 
 
-LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-LENTRY = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-
-
-@gluon.jit
-def _sums(x):
-    return gl.associative_scan(x, 0, _sum)
-
-
-@gluon.jit
-def write_ranks(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
-    """A pack's sequences as (sequence, first slot, first row, length), longest first, that none is left over at the end;
-    with more than 64 of them only the empty ones come last. Behind them the counter of tickets."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    i = gl.arange(0, NP, layout=LSEQ)
-    real = i < n_seqs
-    start = gl.load(cu_ptr + i, mask=real, other=0).to(gl.int32)
-    length = gl.load(cu_ptr + i + 1, mask=real, other=0).to(gl.int32) - start
-    chunks = (length + 63) // 64
-    if NP <= 64:
-        j = gl.arange(0, NP, layout=gl.SliceLayout(0, L))
-        mine = gl.where(real, length, -1)
-        other = gl.convert_layout(mine, gl.SliceLayout(0, L))[None, :]
-        mine = gl.convert_layout(mine, gl.SliceLayout(1, L))[:, None]
-        at = gl.convert_layout(i, gl.SliceLayout(1, L))[:, None]
-        longer = (other > mine) | ((other == mine) & (j[None, :] < at))
-        place = gl.convert_layout(gl.sum(longer.to(gl.int32), axis=1), LSEQ)
-    else:
-        some = (length > 0).to(gl.int32)
-        none = real.to(gl.int32) - some
-        place = gl.where(length > 0, _sums(some), gl.sum(some, axis=0) + _sums(none)) - 1
-    at = ranks_ptr + place * 4
-    gl.store(at, i, mask=real)
-    gl.store(at + 1, _sums(chunks) - chunks, mask=real)
-    gl.store(at + 2, start, mask=real)
-    gl.store(at + 3, length, mask=real)
-    gl.store(ranks_ptr + 4 * NP, 0)
-
-
-@gluon.jit(do_not_specialize=["n_seqs"])
-def kda_ranks_kernel(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
-    write_ranks(ranks_ptr, cu_ptr, n_seqs, NP)
-
-
-@gluon.jit
-def _chain(ranks_ptr, ticket, chains, HV, T, VARLEN: gl.constexpr, NP: gl.constexpr):
-    """(sequence, value head, first row, length) of a ticket; length -1: no more."""
-    i = gl.arange(0, 4, layout=LENTRY)
-    seq = ticket // HV
-    if VARLEN:
-        entry = gl.load(ranks_ptr + gl.minimum(seq, NP - 1) * 4 + i, mask=(ticket < chains) & (i < 4), other=-1)
-    else:
-        entry = gl.where(i == 0, seq, gl.where(i == 2, seq * T, gl.where(ticket < chains, T, -1)))
-    return gl.where(i == 1, ticket % HV, entry)
-
-
-@gluon.jit
-def _entry(x, i: gl.constexpr):
-    """Element i of four as a scalar."""
-    return gl.sum(gl.where(gl.arange(0, 4, layout=LENTRY) == i, x, 0), axis=0)
-
-
 @gluon.jit
 def factor_partition(
-    q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, raw, work, ops, bars, turns, chains, T, groups, HV,
+    q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, raw, work, ops, bars, places, chains, T, groups, HV,
     scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup that draws chains (a sequence and value head), announces them to the states, and turns their raw chunks
@@ -120,16 +59,15 @@ def factor_partition(
     kc_s, e1_s, t_s, xb_s, fk_s, ck_s, c2_s, b_s = work
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
-    next_s, next_full, next_free = turns
 
     chan = gl.arange(0, 128, layout=F1)
     bound2 = bound * LOG2E
     step = gl.num_programs(0)
     ticket = gl.program_id(0)
-    entry = _chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
-    hv = _entry(entry, 1)
-    row0 = _entry(entry, 2)
-    length = _entry(entry, 3)
+    entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+    hv = field(entry, 1)
+    row0 = field(entry, 2)
+    length = field(entry, 3)
     drawn = gl.where(chan == 0, ticket, 0)
     if VARLEN:
         drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
@@ -140,9 +78,7 @@ def factor_partition(
     tma.async_copy_global_to_shared(q_desc, [row0, hv // groups * 128], qk_full.index(0), q_s.index(0), pred=some)
     tma.async_copy_global_to_shared(k_desc, [row0, hv // groups * 128], qk_full.index(0), k_s.index(0), pred=some)
     beta = _load_beta(beta_ptr, row0, length, hv, HV)
-    next_s.index(0).store(entry)
-    gl.thread_barrier()
-    mbarrier.arrive(next_full.index(0), count=1)
+    announce(entry, places, 0)
     before = 0
     turn = 1
     while length >= 0:
@@ -151,15 +87,12 @@ def factor_partition(
             drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
         else:
             drawn = gl.where(chan == 0, ticket, 0)
-        entry = _chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
-        mbarrier.wait(next_free.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        next_s.index(turn & 1).store(entry)
-        gl.thread_barrier()
-        mbarrier.arrive(next_full.index(turn & 1), count=1)
+        entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+        announce(entry, places, turn)
         turn += 1
-        hv_n = _entry(entry, 1)
-        row_n = _entry(entry, 2)
-        length_n = _entry(entry, 3)
+        hv_n = field(entry, 1)
+        row_n = field(entry, 2)
+        length_n = field(entry, 3)
         c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
         c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
         chunks = (length + 63) // 64
@@ -267,106 +200,74 @@ def _write_output(o_desc, o_ptr, v_s, row, col0, n, HV):
 @gluon.jit
 def state_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, STAGES: gl.constexpr,
-    VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True, before=0,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, before=0,
 ):  # fmt: skip
-    """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers.
+    """Warpgroup that carries 64 value rows of the transposed state through all chunks, in registers. Beside the factor role
+    it has none to spare: the output is finished and stored before the state update needs its registers.
 
-    STATE_IN: 0 zeros, 1 from s0_ptr, 2 the identity. VALUES=False takes v = 0, OUTPUT=False writes no o: from the
-    identity the two give the transition matrix of the whole range. before: chunks that went through the buffers earlier.
+    before: chunks that went through the buffers earlier.
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
-    # With registers to spare (no factor role beside it) S Qt runs beside the U chain; else o is finished and stored
-    # before the state update needs its registers.
-    EAGER: gl.constexpr = STAGES == 2 and OUTPUT
     chunks = (length + 63) // 64
     col0 = hv * 128 + half * 64
-    if STATE_IN == 1:
-        s = gl.load(s0_ptr + _state_offsets(n_seq * HV + hv, half))
-    elif STATE_IN == 2:
-        i = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S)) + half * 64
-        s = gl.where(i[:, None] == gl.arange(0, 128, layout=gl.SliceLayout(0, ACC_S))[None, :], 1.0, 0.0)
-    else:
-        s = gl.zeros([64, 128], gl.float32, ACC_S)
+    zeros = gl.zeros([64, 128], gl.float32, ACC_S)
+    s = gl.load(s0_ptr + _state_offsets(n_seq * HV + hv, half)) if STATE_IN == 1 else zeros
     inv = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, ACC_S))
     zero = gl.zeros([64, 64], gl.float32, ACC_T)
 
-    if VALUES:
-        some = length > 0
-        mbarrier.expect(v_full.index(before & 1), 8192, pred=some)
-        tma.async_copy_global_to_shared(
-            v_desc, [row0, col0], v_full.index(before & 1), v_s.index(before & 1), pred=some
-        )
+    some = length > 0
+    mbarrier.expect(v_full.index(before & 1), 8192, pred=some)
+    tma.async_copy_global_to_shared(v_desc, [row0, col0], v_full.index(before & 1), v_s.index(before & 1), pred=some)
     for c in range(chunks):
         b = before + c
         st = b & 1
-        sb = b % STAGES
-        phase = (b // STAGES) & 1
         n = length - c * 64
         v_c = v_s.index(st)
-        if VALUES:
-            mbarrier.wait(v_full.index(st), (b >> 1) & 1)
-            if n < 64:
-                _clean(v_c, n, 0.0)
-            v_max = gl.max(gl.abs(_values(v_c)), axis=1)
-        else:
-            v_max = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC_T))
+        mbarrier.wait(v_full.index(st), (b >> 1) & 1)
+        if n < 64:
+            _clean(v_c, n, 0.0)
+        v_max = gl.max(gl.abs(_values(v_c)), axis=1)
         sc, inv_new = _row_scale(s, v_max, inv)
         s = s * (sc * inv)[:, None]
         inv = inv_new
-        mbarrier.wait(kq_ready.index(sb), phase)
+        mbarrier.wait(kq_ready.index(0), b & 1)
         a = gl.convert_layout(s.to(gl.float16), A_T)
-        r = warpgroup_mma(a, kt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
+        r = warpgroup_mma(a, kt_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
         sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
         r = warpgroup_mma_wait(0, deps=[r])
-        r = _values(v_c) * sc_t - r if VALUES else -r
+        r = _values(v_c) * sc_t - r
         ar = gl.convert_layout(r.to(gl.float16), A_T)
-        mbarrier.wait(tm_ready.index(sb), phase)
-        u = warpgroup_mma(ar, tt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if EAGER:
-            o = warpgroup_mma(a, qt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if VALUES:
-            # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
-            tma.store_wait(0)
-            gl.thread_barrier()
-            nst = (b + 1) & 1
-            more = c + 1 < chunks
-            mbarrier.expect(v_full.index(nst), 8192, pred=more)
-            tma.async_copy_global_to_shared(
-                v_desc, [row0 + (c + 1) * 64, col0], v_full.index(nst), v_s.index(nst), pred=more
-            )
-        u = warpgroup_mma_wait(1 if EAGER else 0, deps=[u])
+        mbarrier.wait(tm_ready.index(0), b & 1)
+        u = warpgroup_mma(ar, tt_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        # The other buffer held the output of chunk c - 1: reload it once the copy engine has read it.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        nst = (b + 1) & 1
+        more = c + 1 < chunks
+        mbarrier.expect(v_full.index(nst), 8192, pred=more)
+        tma.async_copy_global_to_shared(
+            v_desc, [row0 + (c + 1) * 64, col0], v_full.index(nst), v_s.index(nst), pred=more
+        )
+        u = warpgroup_mma_wait(0, deps=[u])
         u16 = u.to(gl.float16)
         au = gl.convert_layout(u16, A_T)
-        if OUTPUT and not EAGER:
-            a = gl.convert_layout(s.to(gl.float16), A_T)
-            o = warpgroup_mma(a, qt_s.index(sb).permute((1, 0)), zero, use_acc=False, is_async=True)
-            o = warpgroup_mma(au, m_s.index(sb).permute((1, 0)), o, is_async=True)
-            o = warpgroup_mma_wait(0, deps=[o])
-            gl.thread_barrier()
-            mbarrier.arrive(free.index(sb), count=1)
-            _stage_output(o, inv, v_c)
+        a = gl.convert_layout(s.to(gl.float16), A_T)
+        o = warpgroup_mma(a, qt_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        o = warpgroup_mma(au, m_s.index(0).permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(0), count=1)
+        _stage_output(o, inv, v_c)
 
         mbarrier.wait(kh_ready.index(st), (b >> 1) & 1)
         dec = dec_s.index(st).load(gl.SliceLayout(0, ACC_S))
         s = s * dec[None, :]
         s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
-        if EAGER:
-            o = warpgroup_mma(au, m_s.index(sb).permute((1, 0)), o, is_async=True)
-            s, o = warpgroup_mma_wait(0, deps=[s, o])
-            gl.thread_barrier()
-            mbarrier.arrive(free.index(sb), count=1)
-            mbarrier.arrive(kh_free.index(st), count=1)
-            _stage_output(o, inv, v_c)
-        if OUTPUT:
-            _write_output(o_desc, o_ptr, v_c, row0 + c * 64, col0, n, HV)
-        if not EAGER:
-            s = warpgroup_mma_wait(0, deps=[s])
-            gl.thread_barrier()
-            if not OUTPUT:
-                mbarrier.arrive(free.index(sb), count=1)
-            mbarrier.arrive(kh_free.index(st), count=1)
+        _write_output(o_desc, o_ptr, v_c, row0 + c * 64, col0, n, HV)
+        s = warpgroup_mma_wait(0, deps=[s])
+        gl.thread_barrier()
+        mbarrier.arrive(kh_free.index(st), count=1)
     tma.store_wait(0)
     if STATE_OUT:
         gl.store(st_ptr + _state_offsets(n_seq * HV + hv, half), s * inv[:, None])
@@ -387,14 +288,6 @@ def _work_buffers():
 
 
 @gluon.jit
-def _bars(count: gl.constexpr, arrivals: gl.constexpr):
-    b = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(b.index(i), count=arrivals)
-    return b
-
-
-@gluon.jit
 def _allocate():
     """Shared memory and barriers of a CTA, grouped by who uses them."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], S64)
@@ -409,15 +302,15 @@ def _allocate():
     tt_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], S64)
     m_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], S64)
     work = _work_buffers()
-    qk_full = _bars(2, 1)
-    g_full = _bars(1, 1).index(0)
-    v0_full = _bars(2, 1)
-    v1_full = _bars(2, 1)
-    kq_ready = _bars(1, 1)
-    kh_ready = _bars(2, 1)
-    kh_free = _bars(2, 2)
-    tm_ready = _bars(1, 1)
-    free = _bars(1, 2)
+    qk_full = barriers(2, 1)
+    g_full = barriers(1, 1).index(0)
+    v0_full = barriers(2, 1)
+    v1_full = barriers(2, 1)
+    kq_ready = barriers(1, 1)
+    kh_ready = barriers(2, 1)
+    kh_free = barriers(2, 2)
+    tm_ready = barriers(1, 1)
+    free = barriers(1, 2)
     fence_async_shared()
     ops = (kt_s, qt_s, kh_s, dec_s, tt_s, m_s)
     fbars = (qk_full, g_full, kq_ready, kh_ready, kh_free, tm_ready, free)
@@ -428,35 +321,20 @@ def _allocate():
 
 @gluon.jit
 def walking_state(
-    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, turns, HV,
+    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, places, HV,
     half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr,
 ):  # fmt: skip
     """Carries the state of one announced chain after the other."""
-    next_s, next_full, next_free = turns
     turn = 0
     before = 0
     length = 0
     while length >= 0:
-        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
-        entry = next_s.index(turn & 1).load(LENTRY)
-        seq = _entry(entry, 0)
-        hv = _entry(entry, 1)
-        row0 = _entry(entry, 2)
-        length = _entry(entry, 3)
-        gl.thread_barrier()
-        mbarrier.arrive(next_free.index(turn & 1), count=1)
+        seq, hv, row0, length = receive(places, turn)
         turn += 1
         if length >= 0:
             state_partition(v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, seq, hv, HV, half,
-                            STATE_IN, STATE_OUT, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), before)  # fmt: skip
+                            STATE_IN, STATE_OUT, before)  # fmt: skip
         before += (length + 63) // 64
-
-
-@gluon.jit
-def _turns():
-    """Where chains are announced: two entries with their barriers."""
-    next_s = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT1)
-    return next_s, _bars(2, 1), _bars(2, 2)
 
 
 @gluon.jit(do_not_specialize=["T", "chains"])
@@ -467,15 +345,15 @@ def kda_forward_kernel(
 ):  # fmt: skip
     """One CTA an SM, which draws one (sequence, value head) after the other: two state warpgroups, one of factors."""
     raw, values, work, ops, fbars, sb0, sb1 = _allocate()
-    turns = _turns()
+    places = turns()
     fence_async_shared()
     gl.warp_specialize(
         [
             (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, raw, work, ops, fbars,
-                                turns, chains, T, groups, HV, scale, bound, VARLEN, NP)),
-            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, turns, HV, gl.constexpr(0),
+                                places, chains, T, groups, HV, scale, bound, VARLEN, NP)),
+            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, places, HV, gl.constexpr(0),
                              STATE_IN, STATE_OUT)),
-            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, turns, HV, gl.constexpr(1),
+            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, places, HV, gl.constexpr(1),
                              STATE_IN, STATE_OUT)),
         ],
         [4, 4],

@@ -18,8 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from openkda.ops.kda.hopper.forward import kda_forward_kernel, kda_ranks_kernel
+from openkda.ops.kda.hopper.chains import kda_ranks_kernel
+from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.merge import merge_segments_kernel
+from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
+from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
+from openkda.ops.kda.hopper.scan_pack import kda_scan_pack_kernel
 from openkda.ops.kda.hopper.schedule import (
     CHUNK,
     SLOT_BYTES,
@@ -31,12 +35,6 @@ from openkda.ops.kda.hopper.schedule import (
     padded_count,
     segment_tokens,
     slots,
-)
-from openkda.ops.kda.hopper.twopass import (
-    kda_ends_kernel,
-    kda_prepare_kernel,
-    kda_scan_kernel,
-    kda_scan_pack_kernel,
 )
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)

@@ -1,0 +1,182 @@
+"""First pass of the Hopper forward: the factors of every chunk, each by itself, three programs an SM.
+
+    q, k, g  ->  Kt, Qt, Kh, three quarters of T and M, decay        (workspace: 60.5 KB a chunk and head)
+
+Eight more token tensors of traffic than the fused kernel, but the factors, which are what limits that one, use every SM
+however few the heads.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
+from openkda.ops.kda.hopper.factors import (  # fmt: skip
+    F1,
+    FLAT1,
+    FLAT2,
+    FLAT3,
+    FR,
+    LOG2E,
+    S64,
+    _clean,
+    _columns,
+    _ex2,
+    _gates,
+    _invert_tiles,
+    _masked,
+    _merge_tiles,
+    _rcp,
+    _rescale_columns,
+    _rsqrt,
+    _scores,
+    _square_norm,
+    _store_m,
+    _store_t,
+    _tile_factors,
+    barriers,
+)
+from openkda.ops.kda.hopper.forward import _load_beta
+
+
+@gluon.jit
+def _locate(item, upto, cu_ptr, HV, T, VARLEN: gl.constexpr):
+    """Slot, value head, first row and rows left of a work item; heads fastest: neighbours read neighbouring memory."""
+    slot = item // HV
+    hv = item % HV
+    if VARLEN:
+        seq = gl.sum((upto <= slot).to(gl.int32), axis=0)
+        first = gl.max(gl.where(upto <= slot, upto, 0), axis=0)
+        start = gl.load(cu_ptr + seq).to(gl.int32)
+        row0 = start + (slot - first) * 64
+        n = gl.load(cu_ptr + seq + 1).to(gl.int32) - row0
+    else:
+        per = (T + 63) // 64
+        c = slot % per
+        row0 = slot // per * T + c * 64
+        n = T - c * 64
+    return slot, hv, row0, n
+
+
+@gluon.jit
+def _store_quarters(tm_desc, ws, tm_s):
+    """The three quarters of T and of M that are not zero; tm_s: M, T."""
+    q_s = tm_s._reinterpret(gl.float16, [8, 32, 32], S64)
+    tma.async_copy_shared_to_global(tm_desc, [ws * 192, 0], q_s.index(4))
+    tma.async_copy_shared_to_global(tm_desc, [ws * 192 + 32, 0], q_s.index(5))
+    tma.async_copy_shared_to_global(tm_desc, [ws * 192 + 64, 0], q_s.index(7))
+    tma.async_copy_shared_to_global(tm_desc, [ws * 192 + 96, 0], q_s.index(0))
+    tma.async_copy_shared_to_global(tm_desc, [ws * 192 + 128, 0], q_s.index(1))
+    tma.async_copy_shared_to_global(tm_desc, [ws * 192 + 160, 0], q_s.index(3))
+
+
+@gluon.jit
+def _prepare_chunk(
+    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
+    slot, hv, row0, n, groups, HV, scale, bound,
+):  # fmt: skip
+    """Factors of one chunk and value head. What each tile of shared memory holds, in this order:
+
+    g      g   decays                   M, T -> memory
+    k      k              Kt -> memory
+    q      q              Qt -> memory
+    kc     keys to tile ends  Kh -> memory
+    rest   sums                         inversion
+    """
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
+    g_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
+    kc_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
+    ab_s = gl.allocate_shared_memory(gl.float16, [64, 32], S64)
+    sums_s = gl.allocate_shared_memory(gl.float16, [64, 32], S64)
+    ck_s = gl.allocate_shared_memory(gl.float16, [2, 4, 64], FLAT2)
+    e1_s = gl.allocate_shared_memory(gl.float16, [4, 32], FLAT1)
+    c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
+    b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
+    t_s = sums_s._reinterpret(gl.float32, [2, 4, 128], FLAT2).index(0)
+    xb_s = sums_s._reinterpret(gl.float16, [4, 4, 128], FLAT2).index(2)._reinterpret(gl.float16, [4, 4, 32], FLAT2)
+    fk_s = sums_s._reinterpret(gl.float16, [4, 4, 128], FLAT2).index(3)._reinterpret(gl.float16, [4, 4, 32], FLAT2)
+    xp_s = sums_s._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
+    lt_s = ab_s._reinterpret(gl.float32, [16, 4, 16], FLAT2)
+    kt_s = k_s._reinterpret(gl.float16, [64, 128], S64)
+    qt_s = q_s._reinterpret(gl.float16, [64, 128], S64)
+    tm_s = g_s._reinterpret(gl.float16, [2, 64, 64], S64)
+    full = barriers(2, 1)
+    fence_async_shared()
+    gl.thread_barrier()
+    hq = hv // groups
+    mbarrier.expect(full.index(0), 16384)
+    tma.async_copy_global_to_shared(g_desc, [row0, hv * 128], full.index(0), g_s)
+    mbarrier.expect(full.index(1), 32768)
+    tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], full.index(1), q_s)
+    tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], full.index(1), k_s)
+    chan = gl.arange(0, 128, layout=F1)
+    c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
+    c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
+    beta = _load_beta(beta_ptr, row0, n, hv, HV)
+    b_s.store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
+    ws = slot * HV + hv
+
+    mbarrier.wait(full.index(0), 0)
+    if n < 64:
+        _clean(g_s, n, -3.0e38)
+    _gates(g_s, c2_s, t_s, c1, bound * LOG2E)
+    mbarrier.wait(full.index(1), 0)
+    if n < 64:
+        _clean(k_s, n, 0.0)
+        _clean(q_s, n, 0.0)
+    rq = scale * _rsqrt(_square_norm(q_s) + 1e-6)
+    rk = _rsqrt(_square_norm(k_s) + 1e-6)
+    dec = _tile_factors(t_s, xb_s, fk_s, ck_s, e1_s)
+    gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
+    _columns(g_s, k_s, rk, kc_s, kc_s, ck_s, gl.constexpr(False))
+    # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
+    acc = _scores((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
+    _rescale_columns(kc_s, ck_s)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(x_desc, [ws * 192, 0], kt_s)
+    tma.async_copy_shared_to_global(x_desc, [ws * 192 + 64, 0], qt_s)
+    tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
+    low, m = _masked(acc, b_s)
+    _store_m(tm_s.index(0), m[0], m[1])
+    _invert_tiles(low[0], lt_s, xp_s.index(0))
+    gl.thread_barrier()
+    th, far = _merge_tiles(low[1], low[2], xp_s.index(0), xp_s.index(1), ab_s, sums_s)
+    _store_t(tm_s.index(1), th, far, b_s)
+    fence_async_shared()
+    gl.thread_barrier()
+    _store_quarters(tm_desc, ws, tm_s)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "n_seqs"])
+def kda_prepare_kernel(
+    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, ranks_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr,
+    HV, groups, T, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Factors of one chunk and value head, three programs an SM.
+
+    LAST_FIRST: the scan begins with what was written last, which the L2 cache still holds.
+    """
+    item = gl.program_id(0)
+    if LAST_FIRST:
+        item = gl.num_programs(0) - 1 - item
+    if VARLEN:
+        upto = chunks_before(cu_ptr, n_seqs, NP)
+        if item == 0:
+            write_ranks(ranks_ptr, cu_ptr, n_seqs, NP)
+        if item < gl.max(upto, axis=0) * HV:
+            slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
+            _prepare_chunk(
+                q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
+                groups, HV, scale, bound,
+            )  # fmt: skip
+    else:
+        slot, hv, row0, n = _locate(item, 0, cu_ptr, HV, T, VARLEN)
+        _prepare_chunk(
+            q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
+            groups, HV, scale, bound,
+        )  # fmt: skip
