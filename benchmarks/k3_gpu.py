@@ -281,6 +281,25 @@ def line(row: Row) -> str:
     return "| " + " | ".join([row["model"], *speeds, *memory, f"{row['logits_error']:.1e}"]) + " |"
 
 
+def header() -> list[str]:
+    return ["| " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
+
+
+def write(rows: list[Row], env: dict[str, str], out: Path) -> None:
+    name = f"k3_gpu-{env['gpu'].lower().replace(' ', '-')}"
+    about = ", ".join(f"{k} {v}" for k, v in env.items() if k not in ("gpu", "date"))
+    text = [
+        f"# A model of 1.6 B parameters on one {env['gpu']}",
+        "",
+        f"{about}; {env['date']}; written by benchmarks/k3_gpu.py, which says what the columns are.",
+        "",
+        *header(),
+        *map(line, rows),
+    ]
+    (out / f"{name}.md").write_text("\n".join(text) + "\n")
+    (out / f"{name}.json").write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
@@ -288,10 +307,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="tokens of one decoding measurement")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results"), help="directory of the result files")
     args = parser.parse_args()
-    env = environment()
     ids = torch.randint(3, SIZES["vocab_size"], (BATCH, PROMPT), generator=torch.Generator().manual_seed(0)).cuda()
-    head = ["| " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
-    print("\n".join(head), flush=True)
+    print("\n".join(header()), flush=True)
     rows = []
     for found in (k3_rows(ids, args.steps), linear_rows(ids, args.steps, not args.no_peer)):
         for row in found:
@@ -299,12 +316,7 @@ def main() -> None:
             print(line(row), flush=True)
         torch.cuda.empty_cache()
     if not args.no_write:
-        name = f"k3_gpu-{env['gpu'].lower().replace(' ', '-')}"
-        about = ", ".join(f"{k} {v}" for k, v in env.items() if k not in ("gpu", "date"))
-        text = [f"# A model of 1.6 B parameters on one {env['gpu']}", "", f"{about}; {env['date']}; written by "
-                "benchmarks/k3_gpu.py, which says what the columns are.", "", *head, *map(line, rows)]  # fmt: skip
-        Path(args.out, f"{name}.md").write_text("\n".join(text) + "\n")
-        Path(args.out, f"{name}.json").write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+        write(rows, environment(), Path(args.out))
 
 
 if __name__ == "__main__":
