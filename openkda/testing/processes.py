@@ -1,4 +1,4 @@
-"""Test workers in processes of their own, with an end: a collective that waits for ever fails the test instead of the whole run."""
+"""Test workers in processes of their own, with an end: a collective that waits for ever fails its test, not the run."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from test_rules import CASES, run, spread
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from openkda.distributed import register_kda_rules
 from openkda.testing.compare import rel
 from openkda.testing.inputs import make_inputs
+from openkda.testing.processes import run_processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -43,8 +43,7 @@ def worker(rank: int, world: int, store: str, results: str) -> None:
 
 def test_sharded_calls_equal_whole_ones(tmp_path: Path) -> None:
     world = min(2, torch.cuda.device_count())
-    paths = (str(tmp_path / "store"), str(tmp_path / "results"))
-    mp.start_processes(worker, (world, *paths), nprocs=world, start_method="spawn")
+    run_processes(worker, world, str(tmp_path / "store"), str(tmp_path / "results"))
     found = torch.load(tmp_path / "results", weights_only=False)
     assert len(found) == 2 * len(CASES)
     for name, errors in found.items():

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from test_sharding import FLOAT32, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from openkda.testing.processes import run_processes
 from openkda.training.sharding import shard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -39,9 +39,7 @@ def worker(rank: int, world: int, store: str, results: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where, world = tmp_path_factory.mktemp("fsdp"), min(2, torch.cuda.device_count())
-    mp.start_processes(
-        worker, (world, str(where / "store"), str(where / "results")), nprocs=world, start_method="spawn"
-    )
+    run_processes(worker, world, str(where / "store"), str(where / "results"))
     result: dict[str, Any] = torch.load(Path(where / "results"), weights_only=False)
     return result
 
