@@ -5,6 +5,7 @@ A user's mistake is one line on standard error and a non-zero exit code; OPENKDA
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import sys
@@ -34,6 +35,7 @@ Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=
 
 @app.command()
 def train(
+    context: typer.Context,
     data: Data = [],  # noqa: B006 (typer copies it)
     preset: Annotated[str, typer.Option(help="A preset's name, or a config.json.")] = "demo",
     out: Annotated[Path | None, typer.Option(help="Directory of the run. Default: runs/PRESET.")] = None,
@@ -56,11 +58,10 @@ def train(
         options = TrainOptions(data=tuple(data), val_data=tuple(val_data), device=device, **fields)
         result = training.train(with_settings(options, settings), progress=console_progress())
     else:
-        given = {"--data": data, "--val-data": val_data, "--out": out}
-        if any(given.values()):
-            raise ValueError(
-                f"--resume takes them from the run: leave out {', '.join(k for k, v in given.items() if v)}"
-            )
+        fixed = ("data", "val_data", "preset", "out", "tokenizer")
+        given = [f"--{k.replace('_', '-')}" for k in fixed if context.get_parameter_source(k).name == "COMMANDLINE"]  # type: ignore[union-attr]
+        if given:
+            raise ValueError(f"--resume takes them from the run: leave out {', '.join(given)}")
         settings = settings if device == "auto" else [f"device={device}", *settings]
         result = training.resume(resume, settings=settings, progress=console_progress())
     if result.interrupted is not None:
@@ -221,6 +222,9 @@ def main(arguments: list[str] | None = None) -> None:
     # Before torch starts its threads: waiting ones sleep. Spinning, two threads that share their cores with another program
     # trained the demo model at 300 tokens/s, sleeping at 860 (x86, two cores, one of them busy).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for out in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows "?" instead of ending the program
+        if isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors="replace")
     arguments = _spread(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         code = app(args=arguments, prog_name="openkda", standalone_mode=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import signal
 import subprocess
@@ -116,6 +117,7 @@ def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str], what: str) -
         ("train --resume /nowhere", 1, "'/nowhere'"),
         ("train --resume TEXT", 1, "expected trainer.json"),
         ("train --resume RUN --data TEXT", 1, "leave out --data"),
+        ("train --resume RUN --preset tiny --tokenizer bytes", 1, "leave out --preset, --tokenizer"),
         ("train --resume RUN --set lr=1", 1, "received ['lr']"),
         ("train --data TEXT --out RUN", 1, "holds a run (continue it with --resume)"),
         ("eval --checkpoint /nowhere --data TEXT", 1, "'/nowhere'"),
@@ -189,6 +191,14 @@ def test_options_of_several_values() -> None:
     assert _spread(["generate", "--prompt", "a", "--stop", "\n\n", "x"]) == (
         ["generate", "--prompt", "a", "--stop", "\n\n", "--stop", "x"]
     )
+
+
+def test_a_terminal_without_the_characters(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(page, encoding="ascii"))
+    assert run("generate", "--checkpoint", trained, "--prompt", "caf\u00e9", "--max-new-tokens", 3) == 0
+    sys.stdout.flush()
+    assert page.getvalue().startswith(b"caf?")
 
 
 def test_ctrl_c(text: Path, tmp_path: Path) -> None:

@@ -164,7 +164,9 @@ def sample(
         logits = without(logits, [text.repeating() for text in ngrams])
     if options.temperature == 0:
         return greedy(logits)
-    logits = logits.float() / options.temperature
+    # The largest becomes 0, so that no temperature makes it infinite, nor the quotient 0 / 0: in float64, which holds every one.
+    logits = logits.double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / options.temperature
     if options.top_k is not None:
         logits = keep_top_k(logits, options.top_k)
     logits = keep_top_p(logits, options.top_p)

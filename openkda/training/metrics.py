@@ -68,5 +68,8 @@ def draw_loss_curve(metrics: str | Path, picture: str | Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     partial = Path(picture).with_name(f".{Path(picture).name}.partial")
-    figure.savefig(partial, format="png", dpi=120)
-    os.replace(partial, picture)
+    try:
+        figure.savefig(partial, format="png", dpi=120)
+        os.replace(partial, picture)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -127,15 +127,16 @@ def save(out: Path, state: TrainerState, model: HybridLM, tokenizer: Tokenizer, 
     """Write `out/step-N`, let `out/last` name it, and of the checkpoints up to there keep the newest `keep`."""
     final = out / f"step-{state.step}"
     partial = out / f".step-{state.step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    for left in [*out.glob(".step-*.partial"), *out.glob(".step-*.old")]:  # by a killed process
+        shutil.rmtree(left, ignore_errors=True)
     try:
         save_checkpoint(model, partial)
         tokenizer.save(partial)
-        torch.save({"optimizer": state.optimizer, "rng": state.rng}, partial / STATE_TENSORS)
+        _save_tensors({"optimizer": state.optimizer, "rng": state.rng}, partial / STATE_TENSORS)
         counts = {"step": state.step, "tokens": state.tokens, "seconds": state.seconds}
         record = {**counts, "options": state.options.to_dict(), "torch": torch.__version__}
         (partial / STATE_JSON).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final)
         os.rename(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -144,8 +145,25 @@ def save(out: Path, state: TrainerState, model: HybridLM, tokenizer: Tokenizer, 
     link.symlink_to(final.name, target_is_directory=True)
     os.replace(link, out / "last")
     for step in [step for step in steps_of(out) if step <= state.step][:-keep]:
-        shutil.rmtree(out / f"step-{step}")
+        _remove(out / f"step-{step}")
     return final
+
+
+def _remove(checkpoint: Path) -> None:
+    """Whole until it is gone: what a process that is killed leaves half is no longer named like a checkpoint."""
+    if checkpoint.exists():
+        going = checkpoint.with_name(f".{checkpoint.name}.old")
+        shutil.rmtree(going, ignore_errors=True)
+        os.rename(checkpoint, going)
+        shutil.rmtree(going)
+
+
+def _save_tensors(parts: dict[str, Any], path: Path) -> None:
+    """torch.save; OSError with the path where the disk is full (torch's own is a RuntimeError that names neither)."""
+    try:
+        torch.save(parts, path)
+    except RuntimeError as error:
+        raise OSError(f"{path}: could not be written ({str(error).splitlines()[0]})") from error
 
 
 def load(checkpoint: Path) -> TrainerState:

@@ -72,6 +72,8 @@ def test_greedy_limits() -> None:
         SamplingOptions(temperature=0),
         SamplingOptions(temperature=1.5, top_k=1),
         SamplingOptions(temperature=1.5, top_p=1e-9),
+        SamplingOptions(temperature=1e-40),
+        SamplingOptions(temperature=5e-324),
     ):
         assert torch.equal(sample(logits, options, generators(range(6))), want)
 

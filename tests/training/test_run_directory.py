@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,37 @@ def test_parts_of_the_state_that_do_not_fit(options: Callable[..., TrainOptions]
     torch.save(whole, checkpoint / "trainer.pt")
     with pytest.raises(ValueError, match=r"optimizer state: .*expected .* received"):
         resume(checkpoint, settings=["steps=2"])
+
+
+def test_a_full_disk_is_named(options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own error is a RuntimeError without a path."""
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 847616 vs 847504")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"trainer\.pt: could not be written"):
+        train(options("run", steps=1))
+    assert not [p for p in (Path(options("run").out)).iterdir() if "step-" in p.name]
+
+
+def test_no_checkpoint_is_ever_half_removed(
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is taken apart no longer has a checkpoint's name, so that a kill leaves none half; the next save clears it away."""
+    out = train(options("run", steps=2, checkpoint_every=1)).out
+    taken, real = [], shutil.rmtree
+    for left in (".step-9.partial", ".step-1.old"):
+        (out / left).mkdir()
+
+    def rmtree(path: Path, **options: bool) -> None:
+        taken.append(Path(path).name)
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    resume(out / "step-1", settings=["steps=3", "keep=1"])  # writes step 2 once more, and keeps step 3 alone
+    assert ".step-2.old" in taken and not [name for name in taken if name.startswith("step-")]
+    assert sorted(p.name for p in out.iterdir() if "step-" in p.name) == ["step-3"]
 
 
 @pytest.mark.parametrize("line", ["not json", "[]", "5", '{"step": "x"}', "\xff", "[" * 100_000])

@@ -33,7 +33,7 @@ def head_loss(
     Args:
         h: [N, D] hidden states; weight: [V, D], any float dtypes. The product is computed in autocast's dtype where autocast
             is on, else in h's; everything behind it in float32 (float64 for float64).
-        targets: [N] int64 in [0, V). Values are checked on the CPU only, by torch.
+        targets: [N] int64 in [0, V); none is left out. Values are checked on the CPU only.
         impl: a name out of IMPLEMENTATIONS; None chooses.
     Returns: a scalar, float32 (float64 for float64). Divide by N for the mean.
     Raises: ValueError or TypeError, showing expected and received, before anything runs.
@@ -57,6 +57,10 @@ def head_loss(
             f"[V, {h.shape[1]}] and [{h.shape[0]}]",
             f"{list(weight.shape)}, {list(targets.shape)}",
         )
+    if targets.device.type == "cpu" and targets.numel() and not torch.compiler.is_compiling():
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= weight.shape[0]:  # torch would leave out -100 without a word
+            _bad("targets", f"ids in [0, {weight.shape[0]})", f"{low}..{high}")
     return choose_module("head_loss", IMPLEMENTATIONS, impl, h, _module).run(
         h, weight, targets, autocast_dtype(h) or h.dtype
     )

@@ -56,6 +56,8 @@ def test_autocast_rounds_the_product_alone() -> None:
         ({"weight": torch.zeros(5, 3)}, ValueError, r"\[V, 4\]"),
         ({"targets": torch.zeros(3)}, TypeError, "int64"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, ValueError, "targets"),
+        ({"targets": torch.tensor([0, 5, 1])}, ValueError, r"ids in \[0, 5\), received 0..5"),
+        ({"targets": torch.tensor([0, -100, 1])}, ValueError, "received -100..1"),
         ({"h": torch.zeros(3, 4, dtype=torch.int64)}, TypeError, r"h\.dtype"),
         ({"impl": "fast"}, ValueError, "impl"),
         ({"impl": "triton"}, NotImplementedError, "CUDA tensors"),
