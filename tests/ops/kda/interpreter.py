@@ -23,9 +23,11 @@ def run_interpreted(file: str) -> None:
 
 
 def patch_interpreter() -> None:
-    """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses."""
+    """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses. And every address that a
+    kernel reads or writes is checked: it lies inside a tensor that the kernel was given."""
     import triton.runtime.interpreter as interpreter
 
+    _check_addresses(interpreter)
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -33,3 +35,46 @@ def patch_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def _check_addresses(interpreter: Any) -> None:
+    """What a GPU calls an illegal memory access, or does not notice, is an AssertionError here."""
+    import numpy
+    from torch import Tensor
+
+    begin, end = numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64)  # of the running kernel's tensors, ascending
+    hand_over = interpreter.GridExecutor._init_args_hst
+    load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
+
+    def handing_over(self: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal begin, end
+        args, kwargs = hand_over(self, args, kwargs)
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.numel()]
+        spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in tensors)
+        begin, end = (numpy.array([span[i] for span in spans], numpy.int64) for i in (0, 1))
+        end = numpy.maximum.accumulate(end) if len(end) else end  # tensors may lie in one another
+        return args, kwargs
+
+    def check(pointers: Any, mask: Any, what: str) -> None:
+        at = pointers.data.astype(numpy.int64)[mask.data.astype(bool)]
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        owner = numpy.searchsorted(begin, at, "right") - 1
+        outside = (owner < 0) | (at + size > end[numpy.maximum(owner, 0)]) if len(begin) else numpy.ones(at.shape, bool)
+        assert not outside.any(), f"a kernel {what} {int(outside.sum())} elements outside the tensors that it was given"
+
+    def loading(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask, "reads")
+        return load(self, pointers, mask, *rest)
+
+    def storing(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask, "writes")
+        return store(self, pointers, value, mask, *rest)
+
+    interpreter.GridExecutor._init_args_hst = handing_over
+    interpreter.InterpreterBuilder.create_masked_load = loading
+    interpreter.InterpreterBuilder.create_masked_store = storing
+
+
+def _extent(t: Any) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
