@@ -45,19 +45,26 @@ WARMUP = 6
 
 
 class Recorder(Progress):
-    """Step times, losses and the peak of memory after the warm-up."""
+    """Step times, losses and the peak of memory after the warm-up; the row of the table when the last step is done."""
 
-    def __init__(self, profile: bool) -> None:
+    def __init__(self, name: str, options: TrainOptions, profile: bool) -> None:
+        self.name, self.options = name, options
         self.clock: list[float] = []
         self.losses: list[float] = []
-        self.peak = 0
+        self.row: dict[str, Any] = {}
+        self.flops = self.began = 0.0
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if profile else None
+
+    def begin(self, step: int, steps: int) -> None:
+        o = self.options
+        batches = Batches(TokenFile(f"{o.out}/data/train"), seq_len=o.seq_len, batch_size=o.batch_size, seed=o.seed)
+        self.flops = flops_a_step(model_config(o, 260), batches, range(WARMUP, steps))
+        self.began = time.perf_counter()
 
     def step(self, report: StepReport) -> None:
         torch.cuda.synchronize()
         self.clock.append(time.perf_counter())
         self.losses.append(report.loss)
-        self.peak = torch.cuda.max_memory_allocated()
         if report.step == WARMUP:
             torch.cuda.reset_peak_memory_stats()
         if self.profile is not None and report.step == WARMUP:
@@ -65,6 +72,24 @@ class Recorder(Progress):
         if self.profile is not None and report.step == WARMUP + 2:
             self.profile.stop()
             print(self.profile.key_averages().table(sort_by="cuda_time_total", row_limit=24, max_name_column_width=60))
+        if report.step == self.options.steps:
+            self.row = self.summary()
+            print(json.dumps(self.row), flush=True)
+
+    def summary(self) -> dict[str, Any]:
+        skip = WARMUP + 3 if self.profile is not None else WARMUP
+        step = statistics.median(b - a for a, b in itertools.pairwise(self.clock[skip - 1 :]))
+        tokens = self.options.batch_size * self.options.seq_len
+        top = PEAK.get(torch.cuda.get_device_name())
+        with torch.device("meta"):
+            parameters = HybridLM(model_config(self.options, 260)).num_parameters()
+        return {
+            "ops": self.name, "parameters": parameters, "tokens a step": tokens, "ms a step": step * 1e3,
+            "tokens/s": tokens / step, "TFLOP a step": self.flops / 1e12,
+            "MFU %": None if top is None else 100 * self.flops / step / top,
+            "peak GiB": torch.cuda.max_memory_allocated() / 2**30, "first step s": self.clock[0] - self.began,
+            "loss first": self.losses[0], "loss last": statistics.mean(self.losses[-5:]), "steps": len(self.losses),
+        }  # fmt: skip
 
 
 @contextmanager
@@ -135,36 +160,19 @@ def flops_a_step(config: ModelConfig, batches: Batches, steps: range) -> float:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    gc.collect()
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         options = TrainOptions(
-            data=("python-stdlib",), out=f"{folder}/run", preset="100m", model={"vocab_size": 32768}, seq_len=args.seq_len,
+            data=(args.data,), out=f"{folder}/run", preset="100m", model={"vocab_size": 32768}, seq_len=args.seq_len,
             batch_size=args.batch, steps=args.steps, lr=2e-3, warmup=0.1, val_every=10**9, val_tokens=args.seq_len,
             checkpoint_every=10**9, device="cuda",
         )  # fmt: skip
         if name == "fla":
             stack.enter_context(fla_ops())
-        recorder = Recorder(args.profile)
-        began = time.perf_counter()
-        result = train(options, progress=recorder)
-        first = recorder.clock[0] - began
-        config = model_config(options, 260)
-        batches = Batches(TokenFile(result.out / "data" / "train"), seq_len=args.seq_len, batch_size=args.batch, seed=0)
-        flops = flops_a_step(config, batches, range(WARMUP, args.steps))
-    skip = WARMUP + 3 if args.profile else WARMUP
-    times = [b - a for a, b in itertools.pairwise(recorder.clock[skip - 1 :])]
-    step = statistics.median(times)
-    tokens = args.batch * args.seq_len
-    peak = PEAK.get(torch.cuda.get_device_name())
-    with torch.device("meta"):
-        parameters = HybridLM(config).num_parameters()
-    gc.collect()
-    return {
-        "ops": name, "parameters": parameters, "tokens a step": tokens, "ms a step": step * 1e3,
-        "tokens/s": tokens / step, "TFLOP a step": flops / 1e12, "MFU %": None if peak is None else 100 * flops / step / peak,
-        "peak GiB": recorder.peak / 2**30, "first step s": first, "loss first": recorder.losses[0],
-        "loss last": statistics.mean(recorder.losses[-5:]), "validation": result.val_loss, "steps": len(recorder.losses),
-    }  # fmt: skip
+        recorder = Recorder(name, options, args.profile)
+        train(options, progress=recorder)
+    return recorder.row
 
 
 def show(value: Any) -> str:
@@ -178,6 +186,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--data", default="python-stdlib")
     parser.add_argument("--only", choices=("ours", "fla"))
     parser.add_argument("--profile", action="store_true", help="print the longest kernels of two steps")
     parser.add_argument("--out", type=Path, help="folder for train-100m.json and .md; default: print only")
@@ -185,7 +194,6 @@ def main() -> None:
     rows = []
     for name in ("ours", "fla") if args.only is None else (args.only,):
         rows.append(measure(name, args))
-        print(json.dumps(rows[-1]), flush=True)
     about = versions()
     lines = ["| | " + " | ".join(r["ops"] for r in rows) + " |", "|---|" + "---:|" * len(rows)]
     lines += [f"| {k} | " + " | ".join(show(r[k]) for r in rows) + " |" for k in rows[0] if k != "ops"]

@@ -64,48 +64,49 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def last_tenth(run: dict[str, Any]) -> float:
-    return mean(run["losses"][-max(1, len(run["losses"]) // 10) :])
+def last_tenth(losses: list[float]) -> float:
+    return mean(losses[-max(1, len(losses) // 10) :])
 
 
 def compare(first: dict[str, Any], second: dict[str, Any], out: Path | None) -> None:
-    """Print how far apart two runs end; with `out`, keep numbers and picture there. Raises SystemExit beyond the goal."""
-    if len(first["losses"]) != len(second["losses"]):
-        raise SystemExit(
-            f"expected runs of one length, received {len(first['losses'])} and {len(second['losses'])} steps"
-        )
+    """Print how far apart two runs end; with `out`, keep numbers and picture there. Raises SystemExit beyond the goal.
+
+    A run that was stopped is compared as far as it came, in training loss alone: both follow the schedule of --steps.
+    """
+    steps = min(len(first["losses"]), len(second["losses"]))
+    ends = {r["name"]: last_tenth(r["losses"][:steps]) for r in (first, second)}
     for r in (first, second):
         print(
-            f"{r['name']}: training {last_tenth(r):.4f}, held out {r['held out']:.4f} nats per byte, {r['seconds']:.0f} s"
+            f"{r['name']}: training {ends[r['name']]:.4f}, held out {r['held out']:.4f} nats per byte, {len(r['losses'])} steps"
         )
-    apart = {
-        "training": last_tenth(first) / last_tenth(second) - 1,
-        "held out": first["held out"] / second["held out"] - 1,
-    }
-    print("difference: " + ", ".join(f"{k} {v:+.3%}" for k, v in apart.items()) + f" (goal: within {GOAL:.1%})")
+    apart = {"training": ends[first["name"]] / ends[second["name"]] - 1}
+    if len(first["losses"]) == len(second["losses"]):
+        apart["held out"] = first["held out"] / second["held out"] - 1
+    print(
+        f"after {steps} steps: " + ", ".join(f"{k} {v:+.3%}" for k, v in apart.items()) + f" (goal: within {GOAL:.1%})"
+    )
     if out is not None:
         result = {
-            "steps": len(first["losses"]), "bytes a step": first["bytes a step"],
-            "difference %": {k: 100 * v for k, v in apart.items()},
-            "last tenth": {r["name"]: last_tenth(r) for r in (first, second)}, "runs": [first, second],
+            "steps": steps, "bytes a step": first["bytes a step"], "last tenth": ends,
+            "difference %": {k: 100 * v for k, v in apart.items()}, "runs": [first, second],
         }  # fmt: skip
         out.mkdir(parents=True, exist_ok=True)
         (out / "train-precision.json").write_text(json.dumps(result) + "\n")
-        draw(first, second, out / "train-precision.png")
+        draw(first, second, steps, out / "train-precision.png")
     if max(map(abs, apart.values())) > GOAL:
         raise SystemExit("the two runs end further apart than the goal")
 
 
-def draw(first: dict[str, Any], second: dict[str, Any], path: Path) -> None:
+def draw(first: dict[str, Any], second: dict[str, Any], steps: int, path: Path) -> None:
     """Both curves, and how far apart they are, each a mean over 20 steps."""
     import matplotlib.pyplot as plt
 
-    a, b = ([mean(r["losses"][i : i + 20]) for i in range(0, len(r["losses"]), 20)] for r in (first, second))
-    steps = range(10, 20 * len(a), 20)
+    a, b = ([mean(r["losses"][i : i + 20]) for i in range(0, steps - 19, 20)] for r in (first, second))
+    places = range(10, 20 * len(a), 20)
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1))
     for r, values in ((first, a), (second, b)):
-        top.plot(steps, values, label=r["name"], linewidth=1.2)
-    bottom.plot(steps, [100 * (x / y - 1) for x, y in zip(a, b, strict=True)], linewidth=1.0)
+        top.plot(places, values, label=r["name"], linewidth=1.2)
+    bottom.plot(places, [100 * (x / y - 1) for x, y in zip(a, b, strict=True)], linewidth=1.0)
     bottom.axhline(0.0, color="grey", linewidth=0.6)
     top.set_ylabel("nats per byte")
     bottom.set_ylabel("difference, %")
