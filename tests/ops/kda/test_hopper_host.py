@@ -17,7 +17,8 @@ SMS = 132
 @pytest.mark.parametrize(
     "tokens, sequences, heads, schedule",
     [(8192, 1, 96, "two_pass"), (1024, 8, 96, "two_pass"), (8192, 1, 64, "two_pass"), (8192, 1, 32, "two_pass"),
-     (65536, 1, 16, ("segments", 8)), (8192, 1, 12, ("segments", 5))],
+     (32768, 1, 32, "two_pass"), (8192, 1, 24, "two_pass"), (65536, 1, 16, ("segments", 8)),
+     (65536, 1, 12, ("segments", 11)), (8192, 1, 12, ("segments", 5)), (4096, 1, 12, ("segments", 5))],
 )  # fmt: skip
 def test_the_fastest_measured_schedule_runs(tokens: int, sequences: int, heads: int, schedule: Any) -> None:
     assert choose(tokens, sequences, heads, False, SMS) == schedule

@@ -1,19 +1,22 @@
 """Which schedule runs, from sizes alone: never from the gate, so that slow and fast decay take the same time.
 
-H200, milliseconds in a CUDA graph (benchmarks/results/hopper-forward-nvidia-h200.json), 1 x 8192 unless said otherwise; the
-scan gives each half of the value channels its own CTA while twice the chains fit the SMs:
+H200, milliseconds in a CUDA graph (benchmarks/results/hopper-forward-nvidia-h200.json), one sequence; the scan gives each
+half of the value channels its own CTA while twice the chains fit the SMs:
 
-    heads               fused    two_pass   segments (count: time)
-    96                  0.985    0.712
-    96, 8 x 1024        0.782    0.742
-    64                  0.976    0.514      2: 0.739
-    32                  0.963    0.380      2: 0.442    4: 0.410
-    16, 1 x 65536       7.47     2.37       4: 1.600    8: 1.429
-    12                  0.943    0.305      5: 0.233   11: 0.253
+    heads x tokens   prepare   two_pass   segments (count: time)
+    96 x  8192       0.368     0.650
+    64 x  8192       0.253     0.466
+    32 x  8192       0.135     0.327      2: 0.368   4: 0.379
+    32 x 32768       0.482     1.223      2: 1.301   4: 1.285
+    24 x  8192       0.105     0.299      2: 0.325   5: 0.315
+    16 x 65536       0.484     1.952      4: 1.300   8: 1.290
+    12 x 65536       0.368     1.822      5: 1.025   8: 1.068   11: 0.990
+    12 x  8192       0.062     0.254      3: 0.213   4: 0.187    5: 0.179   6: 0.203   8: 0.198   11: 0.199
+    12 x  4096       0.039     0.135      3: 0.128   5: 0.115
 
-The constants below reproduce every entry but the fused ones within 6%: the scan's time a chunk with halves apart and
-together, the same for the three passes over a segment, the merge of a segment, and what a cut costs at all. `fused` is
-never the fastest; it is what remains where the workspace would grow too large and windows cannot be cut.
+The constants below describe what comes after preparing: the scan's time a chunk with halves apart and together, the same for
+the two passes over a segment, the merge of a segment, and what a cut costs at all. They pick the fastest entry of each line.
+`fused` needs no workspace; it is what remains where that would grow too large and windows cannot be cut.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ WORKSPACE = 2 << 30
 SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 128 * 4
 """A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels in float32."""
 
-_SCAN_US = {True: 1.85, False: 2.29}
-_SEGMENT_US = {True: 3.85, False: 6.05}
-_MERGE_US, _CUT_US = 7.0, 40.0
+_SCAN_US = {True: 1.5, False: 2.2}
+_SEGMENT_US = {True: 3.05, False: 5.8}
+_MERGE_US, _CUT_US = 8.0, 5.0
 _WORTH = 0.9
 """A cut that saves less than a tenth is left: the model is no better than that, and segments take memory for states."""
 
