@@ -164,7 +164,7 @@ def sample(
         logits = without(logits, [text.repeating() for text in ngrams])
     if options.temperature == 0:
         return greedy(logits)
-    # The largest becomes 0, so that no temperature makes it infinite, nor the quotient 0 / 0: in float64, which holds every one.
+    # The largest becomes 0, so that no temperature makes it infinite; in float64, where none is 0 itself.
     logits = logits.double()
     logits = (logits - logits.amax(-1, keepdim=True)) / options.temperature
     if options.top_k is not None:

@@ -276,6 +276,11 @@ def test_bad_batches_are_refused(layer: nn.Module, bad: dict[str, Tensor], messa
         layer(tokens(1, 10), **bad)
 
 
+def test_a_sequence_without_its_batch_is_refused(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"x\.shape: expected \[B, T, hidden_size\], received \[10, "):
+        layer(tokens(1, 10)[0])
+
+
 def test_packing_needs_one_row(layer: nn.Module) -> None:
     with pytest.raises(ValueError, match="B = 1"):
         layer(tokens(2, 10), cu_seqlens=torch.tensor([0, 4, 10]))

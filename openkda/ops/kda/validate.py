@@ -185,8 +185,13 @@ def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
 
 
 def _check_values(call: KDACall) -> None:
-    for name in ("q", "k", "v", "g", "beta", "initial_state"):
-        t = getattr(call, name)
+    tensors = {name: getattr(call, name) for name in ("q", "k", "v", "g", "beta", "initial_state")}
+    slots = call.state_indices
+    if slots is not None and call.initial_state is not None:  # what lies in the others is nobody's
+        tensors["initial_state"] = call.initial_state[slots[slots >= 0].long()]
+    for name in ("A_log", "dt_bias"):
+        tensors[f"gate.{name}"] = getattr(call.gate, name, None)
+    for name, t in tensors.items():
         if t is not None and not bool(torch.isfinite(t).all()):
             where = (~torch.isfinite(t)).nonzero()[0].tolist()
             _bad(name, "finite values", f"{t[tuple(where)].item()} at {where}")

@@ -159,6 +159,22 @@ CASES = [
         r"v: expected finite values, received nan at \[0, 3, 0, 0\]",
     ),
     (
+        "checked gate",
+        good(gate=BoundedGate(-5.0, Z(4).index_fill(0, torch.tensor([2]), float("inf"))), check_inputs=True),
+        ValueError,
+        r"gate\.A_log: expected finite values, received inf at \[2\]",
+    ),
+    (
+        "checked slots",
+        good(
+            initial_state=Z(3, 4, 8, 6).index_fill(0, torch.tensor([1]), float("nan")),
+            state_indices=torch.tensor([1, -1]),
+            check_inputs=True,
+        ),
+        ValueError,
+        r"initial_state: expected finite values, received nan",
+    ),
+    (
         "checked decay",
         good(g=Z(2, 5, 4, 8) + 0.5, check_inputs=True),
         ValueError,
@@ -176,7 +192,9 @@ def test_refused_with_expected_and_received(arguments: dict[str, Any], error: ty
 
 
 def test_the_good_call_is_good() -> None:
-    for arguments in (good(), good(check_inputs=True), packed(torch.tensor([0, 0, 5]))):
+    pool = Z(3, 4, 8, 6).index_fill(0, torch.tensor([1]), float("nan"))  # whatever is left in a slot that nobody uses
+    unused = good(initial_state=pool, state_indices=torch.tensor([2, -1]), check_inputs=True)
+    for arguments in (good(), good(check_inputs=True), packed(torch.tensor([0, 0, 5])), unused):
         assert kda(**arguments).output.shape[2:] == (4, 6)
 
 
