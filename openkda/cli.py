@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -226,6 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="replace")
     arguments = _spread(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if threading.current_thread() is threading.main_thread():  # signals cannot be caught elsewhere
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         code = app(args=arguments, prog_name="openkda", standalone_mode=False)
     except usage_error as error:
@@ -237,6 +241,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _fail(str(error) or type(error).__name__, 1)
     sys.exit(code or 0)
+
+
+def _terminated(number: int, _frame: object) -> None:
+    """SIGTERM as an exit, so that whoever has made half of a file takes it back on the way out."""
+    sys.exit(128 + number)
 
 
 def _fail(message: str, code: int) -> None:

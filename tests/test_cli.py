@@ -218,6 +218,20 @@ def test_ctrl_c(text: Path, tmp_path: Path) -> None:
     assert stopped >= 1 and run("train", "--resume", out, "--set", f"steps={stopped + 1}") == 0
 
 
+def test_killed_while_it_reads_the_text(tmp_path: Path) -> None:
+    """SIGTERM before the first step: nothing is left, so that the same command can be given again."""
+    out, big = tmp_path / "run", tmp_path / "big.txt"
+    big.write_text("a line of text\n" * 4_000_000)
+    command = [sys.executable, "-m", "openkda", "train", "--data", str(big), "--out", str(out), *FAST]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until = time.monotonic() + 120
+    while not out.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143 and "Traceback" not in err and not out.exists(), err
+
+
 def test_without_the_parser_one_line_says_how_to_get_it() -> None:
     code = "import sys; sys.modules['typer'] = None; import openkda.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

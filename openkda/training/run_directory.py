@@ -127,7 +127,7 @@ def save(out: Path, state: TrainerState, model: HybridLM, tokenizer: Tokenizer, 
     """Write `out/step-N`, let `out/last` name it, and of the checkpoints up to there keep the newest `keep`."""
     final = out / f"step-{state.step}"
     partial = out / f".step-{state.step}.partial"
-    for left in [*out.glob(".step-*.partial"), *out.glob(".step-*.old")]:  # by a killed process
+    for left in out.glob(".*step-*"):  # by a killed process
         shutil.rmtree(left, ignore_errors=True)
     try:
         save_checkpoint(model, partial)
