@@ -13,7 +13,9 @@ from openkda.ops.kda_block.triton.step import block_kernel
 from openkda.ops.triton.api import launch, padded, record
 
 EPS = 1e-6
-SETTINGS = (8, None, False, False, False)
+SETTINGS: tuple[int, int | None] = (4, None)
+"""(warps, limit of registers) of the one-token kernel."""
+MOST_FOR_4_WARPS = 128 * 128  # entries of a state: 128 registers a thread
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _TOKENS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor out_gate, "
@@ -61,8 +63,8 @@ def _launch_one(
     q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, old, new, slots, gate, bound, norm_eps, scale
 ):
     N, _, HV, K = g.shape
-    V, H, P = og.shape[3], q.shape[2] // K, old[0].shape[0]
-    warps, registers, pdl, ahead, stream = SETTINGS
+    V, H = og.shape[3], q.shape[2] // K
+    warps, registers = SETTINGS if padded(K) * padded(V) <= MOST_FOR_4_WARPS else (8, None)
     dense = all(_is_dense(x) for t in (old, new) for x in t)
     tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new)
     steps = (
@@ -71,21 +73,11 @@ def _launch_one(
         *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
     )  # fmt: skip
     constants = (
-        H, HV // H, K, padded(K), V, padded(V), wq.shape[1], gate, A_log is not None, dt_bias is not None,
-        slots is not None, dense, pdl, ahead and dense and P > 0, stream,
+        H, HV // H, K, padded(K), V, padded(V), max(padded(K), padded(V)), wq.shape[1], gate, A_log is not None,
+        dt_bias is not None, slots is not None, dense,
     )  # fmt: skip
-    launch(
-        one_kernel,
-        N * H,
-        tensors,
-        steps,
-        (P, bound, EPS, norm_eps, scale),
-        constants,
-        warps,
-        y.device,
-        pdl=pdl,
-        registers=registers,
-    )
+    numbers = (bound, EPS, norm_eps, scale)
+    launch(one_kernel, N * H, tensors, steps, numbers, constants, warps, y.device, registers=registers)
 
 
 def _is_dense(x: Tensor) -> bool:

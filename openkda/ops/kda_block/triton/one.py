@@ -2,16 +2,16 @@
 
     q, k, v = silu(conv)       D = v - S^T k       S <- S + k (beta D)^T       o = S^T q       y = norm(o) w sigmoid(gate)
 
-The state tile is read once and written once; what a token adds is a few vectors. So the kernel is latency: waiting for the
-state, then reductions in a row. Convolved q and k meet the state before their lengths are known (the lengths are divided
-out of the results), q and k go through one tile [K, 2], and sums that can be taken together are.
+The state tile is read once and written once; what a token adds is a few vectors. Convolutions of q, k and v are the rows of one
+vector, each element in one thread: as vectors of their own, v's would be loaded and computed by every warp again, whose
+scattered loads (windows of three, weights of four) then cost as much as the tile. q and k meet the state before their
+lengths are known; the lengths are divided out of the results, and sums that can be taken together are.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openkda.ops.triton.api import decay_rate, log2_decay, sigmoid
 
@@ -27,29 +27,33 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _halves(x, N: tl.constexpr):
-    """x [2 N] -> its two halves."""
-    x = tl.reshape(x, [2, N])
-    first = (tl.arange(0, 2) == 0)[:, None]
-    return tl.reduce((tl.where(first, x, 0.0), tl.where(first, 0.0, x)), 0, _add2)
+def _rows(x, N: tl.constexpr):
+    """x [4 N] -> its first three quarters."""
+    x = tl.reshape(x, [4, N])
+    r = tl.arange(0, 4)[:, None]
+    return tl.reduce((tl.where(r == 0, x, 0.0), tl.where(r == 1, x, 0.0), tl.where(r == 2, x, 0.0)), 0, _add3)
+
+
+@triton.jit
+def _head(x, N: tl.constexpr, M: tl.constexpr):
+    """The first N of the M entries of x."""
+    if N < M:
+        x = tl.reshape(x, [M // N, N])
+        x = tl.sum(tl.where((tl.arange(0, M // N) == 0)[:, None], x, 0.0), axis=0)
+    return x
+
+
+@triton.jit
+def _cut(x, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """q [BK], k [BK] and v [BV] of a vector [4 BM]."""
+    q, k, v = _rows(x, BM)
+    return _head(q, BK, BM), _head(k, BK, BM), _head(v, BV, BM)
 
 
 @triton.jit
 def _first(x, N: tl.constexpr):
     """x [2 N] -> its first half."""
     return tl.sum(tl.where((tl.arange(0, 2) == 0)[:, None], tl.reshape(x, [2, N]), 0.0), axis=0)
-
-
-@triton.jit
-def _prefetch(p, BYTES: tl.constexpr):
-    """Asks for BYTES bytes from p on in the L2 cache; a hint, whatever is written there meanwhile."""
-    piece: tl.constexpr = BYTES // 8
-    at = p.to(tl.int64) + tl.arange(0, 256) // 32 * piece  # one address a warp: the instruction goes lane by lane else
-    size = tl.full([256], piece, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, size],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -66,27 +70,13 @@ def _window(p, step, mask, W: tl.constexpr):
 
 
 @triton.jit
-def _taps(p, mask, W: tl.constexpr):
-    """Weights of the window and of the current token."""
-    x = tl.load(p + W - 1, mask, other=0.0)
-    c = tl.load(p + W - 2, mask, other=0.0)
-    b = c * 0.0
-    a = b
+def _conv(p, a, b, c, x, mask, W: tl.constexpr, OUT: tl.constexpr):
+    """silu(convolution), rounded as the activations are; p: the channels' weights."""
+    y = c * tl.load(p + W - 2, mask, other=0.0) + x * tl.load(p + W - 1, mask, other=0.0)
     if W >= 3:
-        b = tl.load(p + W - 3, mask, other=0.0)
+        y += b * tl.load(p + W - 3, mask, other=0.0)
     if W == 4:
-        a = tl.load(p, mask, other=0.0)
-    return a, b, c, x
-
-
-@triton.jit
-def _conv(a, b, c, x, wa, wb, wc, wx, W: tl.constexpr, OUT: tl.constexpr):
-    """silu(convolution), rounded as the activations are."""
-    y = c * wc + x * wx
-    if W >= 3:
-        y += b * wb
-    if W == 4:
-        y += a * wa
+        y += a * tl.load(p, mask, other=0.0)
     return (y * sigmoid(y)).to(OUT).to(tl.float32)
 
 
@@ -100,7 +90,7 @@ def _store_window(p, step, b, c, x, mask, W: tl.constexpr):
     tl.store(p + (W - 2) * step, x.to(p.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["P", "sbb", "sbh"])
+@triton.jit(do_not_specialize=["sbb", "sbh"])
 def one_kernel(
     q_p, k_p, v_p, g_p, beta_p, og_p, y_p,
     wq_p, wk_p, wv_p, norm_p, A_log_p, dt_bias_p, slots_p,
@@ -108,29 +98,18 @@ def one_kernel(
     sqn, skn, svn, sgn, sgh, sbb, sbh, son, soh,
     s0n, s0h, s0k, cq0n, cq0d, cq0w, ck0n, ck0d, ck0w, cv0n, cv0d, cv0w,
     s1n, s1h, s1k, cq1n, cq1d, cq1w, ck1n, ck1d, ck1w, cv1n, cv1d, cv1w,
-    P, bound, eps, norm_eps, scale,
+    bound, eps, norm_eps, scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    W: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, INDEXED: tl.constexpr,
-    DENSE: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, STREAM: tl.constexpr,
+    BM: tl.constexpr, W: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr,
+    INDEXED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """DENSE: each sequence's state and windows are contiguous, so that their offsets are known when compiling."""
+    """BM: the larger of BK and BV. DENSE: each sequence's state and windows are contiguous, so that their offsets are known
+    when compiling."""
     if DENSE:
         s0h = K * V
         s1h = K * V
         s0k = V
         s1k = V
-        cq0d = W - 1
-        cq0w = 1
-        ck0d = W - 1
-        ck0w = 1
-        cv0d = W - 1
-        cv0w = 1
-        cq1d = W - 1
-        cq1w = 1
-        ck1d = W - 1
-        ck1w = 1
-        cv1d = W - 1
-        cv1w = 1
     pid = tl.program_id(0)
     hq = pid % H
     row = (pid // H).to(tl.int64)
@@ -141,74 +120,61 @@ def one_kernel(
     HV: tl.constexpr = H * GROUP
     OUT: tl.constexpr = y_p.dtype.element_ty
     place = row
-    if AHEAD:  # while the kernel in front still runs: a hint only, because that kernel may yet write this slot
-        if INDEXED:
-            place = tl.load(slots_p + row, cache_modifier=".cg").to(tl.int64)
-            place = tl.minimum(tl.maximum(place, 0), P - 1)
-        _prefetch(
-            s0_p + place * s0n + hq * GROUP * s0h, GROUP * K * V * (s0_p.dtype.element_ty.primitive_bitwidth // 8)
-        )
-        place = row
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     if INDEXED:
-        place = tl.load(slots_p + row, cache_modifier=".cg").to(tl.int64)
+        place = tl.load(slots_p + row).to(tl.int64)
         if place < 0:
             for j in range(GROUP):
                 tl.store(y_p + (row * HV + hq * GROUP + j) * V + x, tl.zeros([BV], OUT), m_v)
             return
-    # q and k as the halves of one vector: one of 128 alone would be computed sixteenfold by 8 warps, in the state's layout
-    e = tl.arange(0, 2 * BK)
-    is_q = e < BK
-    chan = hq * K + e % BK
-    m_k = e % BK < K
-    xqk = tl.load(tl.where(is_q, q_p + row * sqn + chan, k_p + row * skn + chan), m_k, other=0.0).to(tl.float32)
-    p0 = tl.where(is_q, cq0_p + place * cq0n + chan * cq0d, ck0_p + place * ck0n + chan * ck0d)
-    qa, qb, qc = _window(p0, 1 if DENSE else tl.where(is_q, cq0w, ck0w), m_k, W)
-    fa, fb, fc, fx = _taps(tl.where(is_q, wq_p, wk_p) + chan * W, m_k, W)
+    e = tl.arange(0, 4 * BM)
+    is_q = e < BM
+    is_k = (e >= BM) & (e < 2 * BM)
+    is_v = (e >= 2 * BM) & (e < 3 * BM)
+    at = e % BM
+    m_e = tl.where(is_v, at < V, (at < K) & (e < 2 * BM))
+    z_at = tl.arange(0, 2 * BK)
     for j in tl.static_range(GROUP):
         head = hq * GROUP + j
         h = head.to(tl.int64)
         p_s = s0_p + place * s0n + h * s0h + c[:, None] * s0k + x[None, :]
-        if STREAM:
-            S = tl.load(p_s, m_s, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        S = tl.load(p_s, m_s, other=0.0).to(tl.float32)
+        chan = tl.where(is_v, head * V, hq * K) + at
+        p = tl.where(is_q, q_p + row * sqn, tl.where(is_k, k_p + row * skn, v_p + row * svn)) + chan
+        new = tl.load(p, m_e, other=0.0).to(tl.float32)
+        p0 = tl.where(is_q, cq0_p + place * cq0n, tl.where(is_k, ck0_p + place * ck0n, cv0_p + place * cv0n))
+        p1 = tl.where(is_q, cq1_p + place * cq1n, tl.where(is_k, ck1_p + place * ck1n, cv1_p + place * cv1n))
+        if DENSE:
+            p0 += chan * (W - 1)
+            p1 += chan * (W - 1)
+            step0 = 1
+            step1 = 1
         else:
-            S = tl.load(p_s, m_s, other=0.0).to(tl.float32)
-        z = tl.load(g_p + row * sgn + h * sgh + e, e < K, other=0.0).to(tl.float32)
+            p0 += chan * tl.where(is_q, cq0d, tl.where(is_k, ck0d, cv0d))
+            p1 += chan * tl.where(is_q, cq1d, tl.where(is_k, ck1d, cv1d))
+            step0 = tl.where(is_q, cq0w, tl.where(is_k, ck0w, cv0w))
+            step1 = tl.where(is_q, cq1w, tl.where(is_k, ck1w, cv1w))
+        wa, wb, wc = _window(p0, step0, m_e, W)
+        z = tl.load(g_p + row * sgn + h * sgh + z_at, z_at < K, other=0.0).to(tl.float32)
         if HAS_DT:
-            z += tl.load(dt_bias_p + h * K + e, e < K, other=0.0)
+            z += tl.load(dt_bias_p + h * K + z_at, z_at < K, other=0.0)
         rate = 1.0
         if HAS_A:
             rate = decay_rate(tl.load(A_log_p + h))
         beta = sigmoid(tl.load(beta_p + row * sbb + h * sbh).to(tl.float32))
-        vchan = head * V + x
-        pv0 = cv0_p + place * cv0n + vchan * cv0d
-        va, vb, vc = _window(pv0, cv0w, m_v, W)
-        xv = tl.load(v_p + row * svn + vchan, m_v, other=0.0).to(tl.float32)
-        ga, gb, gc, gx = _taps(wv_p + vchan * W, m_v, W)
         og = tl.load(og_p + row * son + h * soh + x, m_v, other=0.0).to(tl.float32)
         norm = tl.load(norm_p + x, m_v, other=0.0).to(tl.float32)
-        if j == 0:
-            qk = _conv(qa, qb, qc, xqk, fa, fb, fc, fx, W, OUT)
-            q, k = _halves(qk, BK)
-            qq, kk, kq = tl.reduce((q * q, k * k, q * k), 0, _add3)
-            rq = tl.rsqrt(qq + eps)
-            rk = tl.rsqrt(kk + eps)
-        v = _conv(va, vb, vc, xv, ga, gb, gc, gx, W, OUT)
-        decay = _first(tl.exp2(log2_decay(z, rate, bound, GATE)), BK)
-        S *= decay[:, None]
+        mixed = _conv(tl.where(is_q, wq_p, tl.where(is_k, wk_p, wv_p)) + chan * W, wa, wb, wc, new, m_e, W, OUT)
+        _store_window(p1, step1, wb, wc, new, m_e & (is_v | (j == GROUP - 1)), W)
+        q, k, v = _cut(mixed, BM, BK, BV)
+        qq, kk, kq = tl.reduce((q * q, k * k, q * k), 0, _add3)
+        rq = tl.rsqrt(qq + eps)
+        rk = tl.rsqrt(kk + eps)
+        S *= _first(tl.exp2(log2_decay(z, rate, bound, GATE)), BK)[:, None]
         sk, sq = tl.reduce((S * k[:, None], S * q[:, None]), 0, _add2)
         u = beta * (v - sk * rk)
         o = ((sq * rq + kq * (rq * rk) * u) * scale).to(OUT).to(tl.float32)
         S += k[:, None] * (u * rk)[None, :]
         p_s = s1_p + place * s1n + h * s1h + c[:, None] * s1k + x[None, :]
-        if STREAM:
-            tl.store(p_s, S.to(s1_p.dtype.element_ty), m_s, eviction_policy="evict_first")
-        else:
-            tl.store(p_s, S.to(s1_p.dtype.element_ty), m_s)
+        tl.store(p_s, S.to(s1_p.dtype.element_ty), m_s)
         o *= tl.rsqrt(tl.sum(tl.where(m_v, o * o, 0.0), axis=0) / V + norm_eps)
         tl.store(y_p + (row * HV + h) * V + x, (o * norm * sigmoid(og)).to(OUT), m_v)
-        _store_window(cv1_p + place * cv1n + vchan * cv1d, cv1w, vb, vc, xv, m_v, W)
-    p1 = tl.where(is_q, cq1_p + place * cq1n + chan * cq1d, ck1_p + place * ck1n + chan * ck1d)
-    _store_window(p1, 1 if DENSE else tl.where(is_q, cq1w, ck1w), qb, qc, xqk, m_k, W)

@@ -40,15 +40,28 @@ def before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
 
 
 @triton.jit
-def taps(w_p, d, m, W: tl.constexpr, BD: tl.constexpr):
-    """Weights [D, W] of BD channels as four vectors, oldest token first, zeros for what W lacks."""
-    j = tl.arange(0, 4)
-    at = w_p + d.to(tl.int64)[:, None] * W + (j - (4 - W))[None, :]
-    w = tl.load(at, m[:, None] & (j >= 4 - W)[None, :], other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(w, [BD, 2, 2]))
-    wa, wc = tl.split(even)
-    wb, wx = tl.split(odd)
+def taps(w_p, d, m, W: tl.constexpr):
+    """Weights [D, W] of channels d as four vectors, oldest token first, zeros for what W lacks.
+
+    Loaded one by one: as a tile to be split they would come sooner, but behind barriers, which hold up the first tokens.
+    """
+    p = w_p + d.to(tl.int64) * W
+    wx = tl.load(p + W - 1, m, other=0.0).to(tl.float32)
+    wc = tl.load(p + W - 2, m, other=0.0).to(tl.float32)
+    wb = wc * 0.0
+    wa = wb
+    if W >= 3:
+        wb = tl.load(p + W - 3, m, other=0.0).to(tl.float32)
+    if W == 4:
+        wa = tl.load(p, m, other=0.0).to(tl.float32)
     return wa, wb, wc, wx
+
+
+@triton.jit
+def silu_slope(y, QUICK: tl.constexpr):
+    """(silu, its derivative) of y."""
+    s = quick_sigmoid(y) if QUICK else sigmoid(y)
+    return y * s, s * (1.0 + y * (1.0 - s))
 
 
 @triton.jit
@@ -67,7 +80,7 @@ def mix(a, b, c, x, wa, wb, wc, wx, W: tl.constexpr):
 def _forward(
     x_p, w_p, s_p, y_p, o_p, sxb, sxt, ssn, ssd, ssw, D, block, n, batch, start, length, first, T,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr,
-    QUICK: tl.constexpr,
+    QUICK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. first + BT of one sequence, BD channels of one tensor; behind its last row also its final window."""
     d = block * BD + tl.arange(0, BD)
@@ -77,7 +90,7 @@ def _forward(
     old = x_p
     if HAS_S:
         old = s_p + n * ssn + d * ssd
-    wa, wb, wc, wx = taps(w_p, d, m, W, BD)
+    wa, wb, wc, wx = taps(w_p, d, m, W)
     a = tl.zeros([BD], tl.float32)
     b = a
     if W == 4:
@@ -86,16 +99,13 @@ def _forward(
         b = before(x_p, old, sxt, ssw, first - 2, m, W, HAS_S)
     c = before(x_p, old, sxt, ssw, first - 1, m, W, HAS_S)
     p = x_p + first.to(tl.int64) * sxt
-    for t in range(first, tl.minimum(first + BT, length), STEP):
+    for t in tl.range(first, tl.minimum(first + BT, length), STEP, num_stages=STAGES):
         for j in tl.static_range(STEP):
             live = m & (t + j < length)
             x = tl.load(p, live, other=0.0).to(tl.float32)
             y = mix(a, b, c, x, wa, wb, wc, wx, W)
             if SILU:
-                if QUICK:
-                    y *= quick_sigmoid(y)
-                else:
-                    y *= sigmoid(y)
+                y, _ = silu_slope(y, QUICK)
             tl.store(y_p, y.to(y_p.dtype.element_ty), live)
             p += sxt
             y_p += D
@@ -114,7 +124,7 @@ def conv_kernel(
     xa_p, wa_p, sa_p, ya_p, oa_p, xb_p, wb_p, sb_p, yb_p, ob_p, xc_p, wc_p, sc_p, yc_p, oc_p, cu_p,
     xab, xat, san, sad, saw, DA, xbb, xbt, sbn, sbd, sbw, DB, xcb, xct, scn, scd, scw, DC, T, N,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
-    PACKED: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
+    PACKED: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BT tokens of one sequence and BD channels of one of COUNT tensors: row after row, the window
     in registers, so that an input is read once. y [B, T, D] and windows o [N, D, W - 1] are contiguous."""
@@ -132,14 +142,14 @@ def conv_kernel(
         return
     if block < NA:
         _forward(xa_p, wa_p, sa_p, ya_p, oa_p, xab, xat, san, sad, saw, DA, block, n, batch, start, length, first, T,
-                 BT, BD, STEP, W, HAS_S, SILU, QUICK)  # fmt: skip
+                 BT, BD, STEP, W, HAS_S, SILU, QUICK, STAGES)  # fmt: skip
     elif COUNT > 1:
         if block < NA + NB:
             _forward(xb_p, wb_p, sb_p, yb_p, ob_p, xbb, xbt, sbn, sbd, sbw, DB, block - NA, n, batch, start, length,
-                     first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK)  # fmt: skip
+                     first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK, STAGES)  # fmt: skip
         elif COUNT > 2:
             _forward(xc_p, wc_p, sc_p, yc_p, oc_p, xcb, xct, scn, scd, scw, DC, block - NA - NB, n, batch, start,
-                     length, first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK)  # fmt: skip
+                     length, first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK, STAGES)  # fmt: skip
 
 
 @triton.jit

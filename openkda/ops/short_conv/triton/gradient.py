@@ -11,8 +11,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.short_conv.triton.conv import before, locate, mix, taps
-from openkda.ops.triton.api import sigmoid
+from openkda.ops.short_conv.triton.conv import before, locate, mix, silu_slope, taps
+
+
+@triton.jit
+def _token(
+    p_x, p_g, p_f, p_dx, p_ds, sfw, a, b, c, ua, ub, uc, wa, wb, wc, wx, t, first, stop, length, m,
+    W: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
+):  # fmt: skip
+    """Token t, which may lie behind the end: its x and du, and dx of token t - 3 on its way out."""
+    live = m & (t < length)
+    x = tl.load(p_x, live, other=0.0).to(tl.float32)
+    u = tl.load(p_g, live, other=0.0).to(tl.float32)
+    if SILU:
+        _, slope = silu_slope(mix(a, b, c, x, wa, wb, wc, wx, W), QUICK)
+        u *= slope
+    dx = mix(u, uc, ub, ua, wa, wb, wc, wx, W)
+    e = t - 3
+    if HAS_F:
+        last = (e >= length - (W - 1)) & (e >= 1 - W) & (e < length)
+        dx += tl.load(p_f + (e - length + W - 1) * sfw, m & last, other=0.0).to(tl.float32)
+    tl.store(p_dx, dx.to(p_dx.dtype.element_ty), m & (e >= first) & (e < stop))
+    if HAS_S:
+        tl.store(p_ds + e + W - 1, dx.to(p_ds.dtype.element_ty), m & (first == 0) & (e < 0) & (e >= 1 - W))
+    return x, u
 
 
 @triton.jit
@@ -20,20 +42,18 @@ def _block(
     x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
     sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr,
-    SILU: tl.constexpr,
+    SILU: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """Writes dx of the block's tokens, and with its sequence's first block ds; returns dw's sums with this block added."""
     x_p += batch * sxb + start * sxt + d
-    g_p += batch * sgb + start * sgt + d
-    dx_p += (batch * T + start) * D + d
     old = x_p
-    ds = ds_p
-    f = f_p
+    p_ds = ds_p
+    p_f = f_p
     if HAS_S:
         old = s_p + n * ssn + d * ssd
-        ds = ds_p + (n * D + d) * (W - 1)
+        p_ds = ds_p + (n * D + d) * (W - 1)
     if HAS_F:
-        f = f_p + n * sfn + d * sfd
+        p_f = f_p + n * sfn + d * sfd
     a = tl.zeros([BD], tl.float32)
     b = a
     if W == 4:
@@ -45,34 +65,34 @@ def _block(
     ua = tl.zeros([BD], tl.float32)
     ub = ua
     uc = ua
-    for t0 in range(first, stop + 3, STEP):
+    p_x = x_p + first.to(tl.int64) * sxt
+    p_g = g_p + batch * sgb + (start + first) * sgt + d
+    p_dx = dx_p + (batch * T + start + first - 3) * D + d
+    for t in range(first, stop, STEP):
         for j in tl.static_range(STEP):
-            t = t0 + j
-            live = m & (t < tl.minimum(stop + 3, length))
-            at = t.to(tl.int64)
-            x = tl.load(x_p + at * sxt, live, other=0.0).to(tl.float32)
-            u = tl.load(g_p + at * sgt, live, other=0.0).to(tl.float32)
-            if SILU:
-                y = mix(a, b, c, x, wa, wb, wc, wx, W)
-                s = sigmoid(y)
-                u *= s * (1.0 + y * (1.0 - s))
-            own = tl.where(t < stop, u, 0.0)
+            x, u = _token(p_x, p_g, p_f, p_dx, p_ds, sfw, a, b, c, ua, ub, uc, wa, wb, wc, wx, t + j, first, stop, length, m,
+                          W, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
             if W == 4:
-                pa += own * a
+                pa += u * a
             if W >= 3:
-                pb += own * b
-            pc += own * c
-            px += own * x
-            dx = mix(u, uc, ub, ua, wa, wb, wc, wx, W)  # of token t - 3
-            e = t - 3
-            if HAS_F:
-                last = (e >= length - (W - 1)) & (e >= 1 - W) & (e < length)
-                dx += tl.load(f + (e - length + W - 1) * sfw, m & last, other=0.0).to(tl.float32)
-            tl.store(dx_p + e.to(tl.int64) * D, dx.to(dx_p.dtype.element_ty), m & (e >= first) & (e < stop))
-            if HAS_S:
-                tl.store(ds + e + W - 1, dx.to(ds_p.dtype.element_ty), m & (first == 0) & (e < 0) & (e >= 1 - W))
+                pb += u * b
+            pc += u * c
+            px += u * x
             a, b, c = b, c, x
             ua, ub, uc = ub, uc, u
+            p_x += sxt
+            p_g += sgt
+            p_dx += D
+    # Three tokens more. Beyond a whole number of steps, or behind the sequence's end, they are dead: zeros.
+    behind = first + (stop - first + STEP - 1) // STEP * STEP
+    for j in tl.static_range(3):
+        x, u = _token(p_x, p_g, p_f, p_dx, p_ds, sfw, a, b, c, ua, ub, uc, wa, wb, wc, wx, behind + j, first, stop, length, m,
+                      W, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
+        a, b, c = b, c, x
+        ua, ub, uc = ub, uc, u
+        p_x += sxt
+        p_g += sgt
+        p_dx += D
     return pa, pb, pc, px
 
 
@@ -81,12 +101,12 @@ def _walk(
     x_p, w_p, s_p, g_p, f_p, dx_p, ds_p, dw_p, sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D,
     block, group, cu_p, T, N, slots, GROUP,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr,
-    HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr,
+    HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """GROUP consecutive blocks of tokens, BD channels of one tensor: their sum of dw goes to row `group` of dw_p [., 4, D]."""
     d = block * BD + tl.arange(0, BD)
     m = d < D
-    wa, wb, wc, wx = taps(w_p, d, m, W, BD)
+    wa, wb, wc, wx = taps(w_p, d, m, W)
     pa = tl.zeros([BD], tl.float32)
     pb = pa
     pc = pa
@@ -97,7 +117,7 @@ def _walk(
             pa, pb, pc, px = _block(
                 x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
                 sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
-                BT, BD, STEP, W, HAS_S, HAS_F, SILU,
+                BT, BD, STEP, W, HAS_S, HAS_F, SILU, QUICK,
             )  # fmt: skip
     p = dw_p + group.to(tl.int64) * 4 * D + d
     tl.store(p, pa, m)
@@ -113,7 +133,7 @@ def conv_gradient_kernel(
     xab, xat, san, sad, saw, gab, gat, fan, fad, faw, DA, xbb, xbt, sbn, sbd, sbw, gbb, gbt, fbn, fbd, fbw, DB,
     xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw, DC, T, N, slots, GROUP,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
-    PACKED: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr,
+    PACKED: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """One program GROUP blocks of BT tokens and BD channels of one of COUNT tensors. dx [B, T, D], ds [N, D, W - 1]."""
     pid = tl.program_id(0)
@@ -128,13 +148,13 @@ def conv_gradient_kernel(
     group = pid // blocks
     if block < NA:
         _walk(xa_p, wa_p, sa_p, ga_p, fa_p, dxa_p, dsa_p, dwa_p, xab, xat, san, sad, saw, gab, gat, fan, fad, faw, DA,
-              block, group, cu_p, T, N, slots, GROUP, BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU)  # fmt: skip
+              block, group, cu_p, T, N, slots, GROUP, BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
     elif COUNT > 1:
         if block < NA + NB:
             _walk(xb_p, wb_p, sb_p, gb_p, fb_p, dxb_p, dsb_p, dwb_p, xbb, xbt, sbn, sbd, sbw, gbb, gbt, fbn, fbd, fbw,
                   DB, block - NA, group, cu_p, T, N, slots, GROUP,
-                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU)  # fmt: skip
+                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
         elif COUNT > 2:
             _walk(xc_p, wc_p, sc_p, gc_p, fc_p, dxc_p, dsc_p, dwc_p, xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw,
                   DC, block - NA - NB, group, cu_p, T, N, slots, GROUP,
-                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU)  # fmt: skip
+                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip

@@ -13,8 +13,8 @@ from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel
 from openkda.ops.short_conv.triton.gradient import conv_gradient_kernel
 from openkda.ops.triton.api import QUICK, ceil_div, launch, record
 
-BT, BD, STEP, WARPS = 64, 512, 8, 4
-GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, GRADIENT_WARPS = 64, 256, 4, 4
+BT, BD, STEP, WARPS, STAGES = 64, 512, 8, 4, 1
+GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, GRADIENT_WARPS = 64, 256, 2, 4
 GROUPS = 256
 """Rows of partial sums of dw: with one row a block of tokens, a pack of many short members would need more memory for them
 than its tokens take."""
@@ -32,7 +32,7 @@ def conv(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(y [B, T, D], final window [N, D, W - 1]) of each x; states: one for each x, or none at all.
 
-    settings: (BT, BD, STEP, warps), the measured ones by default.
+    settings: (BT, BD, STEP, warps, pipeline stages), the measured ones by default.
     """
     B, T, _ = xs[0].shape
     W = weights[0].shape[1]
@@ -40,7 +40,7 @@ def conv(
     device, dtype = xs[0].device, xs[0].dtype
     ys = [torch.empty(x.shape, dtype=dtype, device=device) for x in xs]
     windows = [torch.empty((N, x.shape[2], W - 1), dtype=dtype, device=device) for x in xs]
-    bt, bd, step, warps = settings or (BT, BD, STEP, WARPS)
+    bt, bd, step, warps, stages = settings or (BT, BD, STEP, WARPS, STAGES)
     slots = B * max(ceil_div(T, bt), 1) if cu is None else T // bt + N
     tensors: list[Tensor | None] = []
     steps: list[int] = []
@@ -56,7 +56,7 @@ def conv(
             conv_kernel, slots * blocks,
             (*tensors, *(None,) * (5 * (3 - count)), None if cu is None else contiguous(cu)),
             (*steps, *(0,) * (6 * (3 - count))), (T, N),
-            (bt, bd, step, count, W, cu is not None, bool(states), silu, QUICK), warps, device,
+            (bt, bd, step, count, W, cu is not None, bool(states), silu, QUICK, stages), warps, device,
         )  # fmt: skip
     return ys, windows
 
@@ -128,7 +128,7 @@ def conv_gradient(
             conv_gradient_kernel, groups * blocks,
             (*tensors, *(None,) * (8 * (3 - count)), None if cu is None else contiguous(cu)),
             (*steps, *(0,) * (11 * (3 - count))), (T, N, slots, group),
-            (GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, count, W, cu is not None, bool(states), has_final, silu),
+            (GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, count, W, cu is not None, bool(states), has_final, silu, QUICK),
             GRADIENT_WARPS, device,
         )  # fmt: skip
     dws = [p.sum(0)[4 - W :].t().contiguous() for p in partial]
