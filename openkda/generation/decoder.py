@@ -62,6 +62,9 @@ class Decoder:
         """One more token for every row; logits of what follows."""
         if self.state is None:
             raise ValueError("step: expected a state, from prefill or given to the Decoder; there is none")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+            got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"step: expected a tensor of token ids [N], received {got}")
         return self._forward(tokens.to(self.device).unsqueeze(1), None)[:, 0]
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -62,9 +62,9 @@ def generate(
         raise ValueError("prompts: expected at least one, received none")
     if options.stop_strings and tokenizer is None:
         raise ValueError("stop_strings: expected a tokenizer to find them with, received none")
-    if seeds is not None and len(seeds) != len(prompts):
-        raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, received {len(seeds)}")
-    seeds = [options.seed + n for n in range(len(prompts))] if seeds is None else list(seeds)
+    if seeds is not None and len(seeds) != len(begun):
+        raise ValueError(f"seeds: expected one for each of {len(begun)} prompts, received {len(seeds)}")
+    seeds = [options.seed + n for n in range(len(begun))] if seeds is None else list(seeds)
     decoder = Decoder(model, prefill_chunk=options.prefill_chunk) if decoder is None else decoder
     return _loop(decoder, begun, options, tokenizer, seeds)
 
@@ -78,6 +78,7 @@ def complete(
     seeds: Sequence[int] | None = None,
 ) -> list[Completion]:
     """`generate` to the end: one `Completion` a prompt."""
+    prompts = list(prompts)
     done = [Completion() for _ in prompts]
     for step in generate(model, prompts, options, tokenizer=tokenizer, seeds=seeds):
         row = done[step.row]
@@ -88,11 +89,12 @@ def complete(
 
 
 def _prompt(n: int, prompt: Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
-    if len(prompt):
-        try:
-            return [operator.index(t) for t in prompt]
-        except TypeError:
-            raise ValueError(f"prompt {n}: expected token ids, received {list(prompt)!r:.80}") from None
+    try:
+        ids = [operator.index(t) for t in prompt]
+    except TypeError:
+        raise ValueError(f"prompt {n}: expected token ids, received {prompt!r:.80}") from None
+    if ids:
+        return ids
     if tokenizer is None:
         raise ValueError(f"prompt {n}: expected at least one token, received none (and no tokenizer to begin with)")
     return [tokenizer.eos_id]

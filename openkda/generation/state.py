@@ -25,7 +25,11 @@ def state_bytes(state: ModelState) -> int:
 
 
 def select(state: ModelState, rows: Sequence[int]) -> ModelState:
-    """The given rows in the given order, copied; a row may come more than once."""
+    """The given rows in the given order, copied; a row may come more than once. ValueError for one that is not there."""
+    there = state[0].num_sequences if state else 0
+    outside = [row for row in rows if not 0 <= row < there]
+    if outside:
+        raise ValueError(f"rows: expected 0..{there - 1}, received {outside}")
     return tuple(_select(layer, rows) for layer in state)
 
 

@@ -90,7 +90,23 @@ def test_bad_prompts(model: HybridLM, prompts: list[list[int]], message: str) ->
         Decoder(model).prefill(prompts)
 
 
+def test_a_batch_that_has_lost_every_row(model: HybridLM, prompts: list[list[int]]) -> None:
+    decoder = Decoder(model)
+    decoder.prefill(prompts)
+    decoder.keep([])
+    for _ in range(2):
+        assert decoder.step(torch.empty(0, dtype=torch.int64)).shape == (0, model.config.vocab_size)
+
+
 def test_bad_use(model: HybridLM) -> None:
+    decoder = Decoder(model)
+    decoder.prefill([[1], [2]])
+    for rows in ([2], [0, -1]):
+        with pytest.raises(ValueError, match=r"rows: expected 0\.\.1, received"):
+            decoder.keep(rows)
+    for tokens in ([1, 2], torch.tensor([[1], [2]])):
+        with pytest.raises(ValueError, match=r"step: expected a tensor of token ids \[N\]"):
+            decoder.step(tokens)
     with pytest.raises(ValueError, match="prefill"):
         Decoder(model).step(torch.tensor([1]))
     with pytest.raises(ValueError, match="prefill_chunk"):

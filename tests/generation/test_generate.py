@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -134,6 +136,11 @@ def test_the_default_device_changes_nothing(model: HybridLM, prompts: list[list[
         assert tokens_of(model, prompts, max_new_tokens=4, temperature=1.0, no_repeat_ngram=2) == want
 
 
+def test_prompts_may_come_one_by_one(model: HybridLM, prompts: list[list[int]]) -> None:
+    options = SamplingOptions(max_new_tokens=3)
+    assert complete(model, iter(prompts), options) == complete(model, prompts, options)  # type: ignore[arg-type]
+
+
 def test_bad_calls_raise_before_anything_runs(model: HybridLM) -> None:
     with pytest.raises(ValueError, match="at least one"):
         generate(model, [], SamplingOptions())
@@ -143,7 +150,7 @@ def test_bad_calls_raise_before_anything_runs(model: HybridLM) -> None:
         generate(model, [[1], [2]], SamplingOptions(), seeds=[1])
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [float("nan")], ["1"], [None], [[1]]])
-def test_what_is_no_token_id_is_not_rounded_to_one(model: HybridLM, prompt: list) -> None:
+@pytest.mark.parametrize("prompt", [[1.5], [float("nan")], ["1"], [None], [[1]], 1, None, "text"])
+def test_what_is_no_token_id_is_not_rounded_to_one(model: HybridLM, prompt: Any) -> None:
     with pytest.raises(ValueError, match="prompt 1: expected token ids, received"):
         complete(model, [[1], prompt], SamplingOptions(max_new_tokens=1))

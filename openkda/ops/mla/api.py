@@ -71,7 +71,7 @@ def mla(
             f"fp32_output with {q.dtype} on {q.device}: no kernel keeps the attention output in float32 there yet; "
             "set mla_fp32_output=False, or run in float32"
         )
-    if q.shape[1] == 0:
+    if q.shape[0] == 0 or q.shape[1] == 0:
         o = q.new_zeros(*q.shape[:3], call.v_dim)
     else:
         o = _run(call.in_float32() if narrow and not q.is_cuda else call, impl)
