@@ -8,19 +8,16 @@ import torch
 pytest.importorskip("triton")
 from test_triton_aot import Launch, compiled, empty, recorded
 
-STAGES = (
-    "prepare_kernel", "join_kernel", "replay_kernel", "reverse_scan_kernel", "products_kernel", "gradients_kernel",
-)  # fmt: skip
+STAGES = ("prepare_kernel", "replay_kernel", "reverse_scan_kernel", "products_kernel", "gradients_kernel")
 DATA_CENTRE, ANY = 227 * 1024, 99 * 1024  # bytes of shared memory a program: Hopper; the smallest card since Ampere
 
-# (arguments of `launches`, most spill instructions of each stage, shared memory). Measured with Triton 3.6: bounded 0 0 33 12 0
-# 68, softplus 0 0 33 12 0 318, wide 0 0 0 0 0 58, float32 2 28 0 43 0 610 (three-term products of [64, 64] tiles do not fit a
-# thread's registers). Above these limits a setting has become wrong.
+# (arguments of `launches`, most spill instructions of each stage that is compiled, shared memory). Measured with Triton 3.6:
+# bounded 0 0 16 0 13 (softplus and log decays: gradients up to 36); wide: walks 0, products 85 (three [64, 256] accumulators
+# alone fill three quarters of the register file); float32: products 187. Above these limits a setting has become wrong.
 CASES = {
-    "bounded": ({}, dict(zip(STAGES, (0, 0, 40, 16, 0, 80), strict=True)), DATA_CENTRE),
-    "softplus": ({"gate": "softplus"}, {"prepare_kernel": 0, "gradients_kernel": 340}, DATA_CENTRE),
-    "wide": ({"size": 256}, dict(zip(STAGES, (0, 0, 0, 0, 0, 64), strict=True)), DATA_CENTRE),
-    "float32": ({"dtype": torch.float32}, dict(zip(STAGES, (8, 32, 0, 48, 0, 640), strict=True)), ANY),
+    "bounded": ({}, dict(zip(STAGES, (0, 0, 24, 0, 40), strict=True)), DATA_CENTRE),
+    "wide": ({"size": 256}, {"reverse_scan_kernel": 0, "products_kernel": 128}, ANY),
+    "float32": ({"dtype": torch.float32}, {"products_kernel": 256}, ANY),
 }  # fmt: skip
 
 
@@ -56,7 +53,7 @@ def launches(
     return found
 
 
-def test_six_stages_in_order() -> None:
+def test_five_stages_in_order() -> None:
     assert [launch.kernel.__name__ for launch in launches()] == list(STAGES)
 
 

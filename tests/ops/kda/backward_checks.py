@@ -182,37 +182,6 @@ def check_future(
                     assert torch.equal(a, b), f"{gate}: {n} of token {P} reached the gradient of {m} before it"
 
 
-def check_positions(device: str, dtype: torch.dtype, T: int = 70) -> None:
-    """Through the states at chosen tokens: twice at one of them, at the first and last of a sequence, in a batch and in a
-    pack with empty members, V-first, with and without the other ends."""
-    for lengths in (None, (0, T, 1, 0, 20)):
-        for v_first in (False, True):
-            sizes = {"B": 2, "T": T} if lengths is None else {"lengths": lengths}
-            x = make_inputs(8, H=1, HV=2, K=16, V=24, gate="softplus", use_qk_l2norm=True, **sizes)
-            x = x.to(dtype=dtype, device=device)
-            if v_first:
-                assert x.initial_state is not None
-                x.initial_state, x.dS = (s.transpose(-1, -2).contiguous() for s in (x.initial_state, x.dS))
-            at = torch.tensor([T - 1, 3, 16, 3, 0, T, T + 2], device=device)
-            dkept = torch.randn(7, *x.dS.shape[1:], generator=torch.Generator().manual_seed(0)).to(device)
-            for ends in ((0, 1, 2), (2,)) if not v_first else ((0, 2),):
-                found = []
-                for y, impl in ((x, "triton"), (x.to(dtype=torch.float64), "chunkwise")):
-                    y = y.to().requires_grad_()
-                    options = {**y.kwargs(), "state_positions": at, "state_v_first": v_first}
-                    out = kda(y.q, y.k, y.v, y.g, y.beta, **options, impl=impl)
-                    given = (y.do, y.dS, dkept.to(y.dS.dtype))
-                    named = y.tensors()
-                    grads = torch.autograd.grad(
-                        [out[i] for i in ends], list(named.values()), [given[i] for i in ends], allow_unused=True
-                    )
-                    found.append({f"d{n}": g for n, g in zip(named, grads, strict=True) if g is not None})
-                got, want = found
-                if 0 not in ends:  # q reads, it does not write
-                    got["dq"] = want["dq"] = want["dk"]
-                check_gradients(f"{lengths} {v_first} {ends}", got, want, limits(dtype))
-
-
 def check_repeats(device: str, dtype: torch.dtype, **sizes: Any) -> None:
     """Two runs agree to the bit, parameter gradients included."""
     x = make_inputs(6, **sizes).to(dtype=dtype, device=device)
@@ -222,7 +191,7 @@ def check_repeats(device: str, dtype: torch.dtype, **sizes: Any) -> None:
 
 
 def check_refusals(device: str, dtype: torch.dtype) -> None:
-    """The second derivative is refused in words."""
+    """The second derivative, and states at chosen positions, are refused in words."""
     import pytest
 
     x = make_inputs(7, T=5, K=16).to(dtype=dtype, device=device).requires_grad_()
@@ -230,3 +199,6 @@ def check_refusals(device: str, dtype: torch.dtype) -> None:
     (dk,) = torch.autograd.grad(out.output.float().square().sum(), x.k, create_graph=True)  # the first one is fine
     with pytest.raises(NotImplementedError, match=r"second derivative.*impl='reference'"):
         dk.sum().backward()
+    at = torch.tensor([2], device=device)
+    with pytest.raises(NotImplementedError, match="gradients through states at chosen positions"):
+        kda(x.q, x.k, x.v, x.g, x.beta, gate=x.gate, state_positions=at, impl="triton")

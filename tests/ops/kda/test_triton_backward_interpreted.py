@@ -40,7 +40,7 @@ if INTERPRETED:
         [
             checks.check_packs, checks.check_upstream, partial(checks.check_one_end, T=9),
             partial(checks.check_extreme_gates, T=9),
-            partial(checks.check_positions, T=18), checks.check_refusals,
+            checks.check_refusals,
         ],
         ids=lambda f: getattr(f, "func", f).__name__,
     )  # fmt: skip

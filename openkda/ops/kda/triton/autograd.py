@@ -16,7 +16,6 @@ from torch import Tensor
 from openkda.ops.device.api import is_watched
 from openkda.ops.kda.triton.backward import backward
 from openkda.ops.kda.triton.launch import Args, unit_stride
-from openkda.ops.kda.triton.positions import backward_at_positions
 from openkda.ops.kda.triton.register import _LIBRARY, _OPTIONS, _TOKENS, _kda, kda_op
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -36,12 +35,9 @@ def _kda_backward(  # type: ignore[no-untyped-def]
         unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, state, None, positions,
         gate, bound, scale, l2norm, sigmoid, True, v_first, state_dtype, exact, False,
     )  # fmt: skip
-    do = None if do is None else unit_stride(do)
-    found = (
-        backward(a, o, do, ds, state is not None)
-        if dkept is None
-        else backward_at_positions(a, o, do, ds, state is not None, kept, dkept)
-    )
+    if dkept is not None:
+        raise NotImplementedError("gradients through states at chosen positions: use impl='chunkwise'")
+    found = backward(a, o, None if do is None else unit_stride(do), ds, state is not None)
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 

@@ -1,32 +1,33 @@
-"""Backward, last kernel: from the score gradients, the two scans and the states to the gradients of q, k and the gate input.
+"""Backward, last kernel: from the products of one chunk to the gradients of its q, k and gate input.
 
-With P_i the log decay summed from the start of a chunk of 64 tokens to token i, Q_i from it to the end, S the entering state,
-dS' the gradient of the leaving one, and dM, dA [64, 64] from `products.py`:
+`products.py` has left, for a chunk of 64 tokens: dM and dA [64, 64], the gradients of the scores, and d(qd), d(kd), d(ke)
+[64, K], what the entering and leaving states say. With P_i the log decay summed up to token i and Q_i from it to the end,
 
-    d(qd) = scale do S^T      d(kd) = -dD S^T      d(ke) = U dS'^T            what the two states say
     dq_i  = e^{P_i} d(qd)_i + sum_j dM_ij e^{P_i - P_j} k_j
     dk_i  = e^{P_i} d(kd)_i + sum_j dA_ij e^{P_i - P_j} k_j                            as the row of a pair
           + e^{Q_i} d(ke)_i + sum_j e^{P_j - P_i} (dM_ji q_j + dA_ji k_j)               as its column
     d(log decay) summed to i: dP_i = q_i dq_i + k_i (dk_i as row - dk_i as column), and to the chunk's end:
           dP_C += sum_i ke_i d(ke)_i + decay sum_v S dS'
 
-Pairs are grouped in levels as in `prepare.py`: level b holds those whose tokens lie in the two halves of one aligned run of 2b
-tokens, with the border between the halves as anchor, so no exponent is positive. Of a level everything is a product of full
-[64, 64] and [64, BS] tiles: the exponents (a matrix of zeros and ones times the log decays: sums, never differences), and the
-four sums over pairs (the scores' gradients with all other levels masked out). The masked part is wasted tensor work, a
-quarter to nine tenths of it, but tensor cores are idle here anyway, and a loop over levels is short code: six walks over
-tiles of 16 tokens, each waiting for its own small loads, took 3.7 ms where this takes TIME (H = 96, T = 8192, K = 128,
-H200). Inside a tile of 16 a bounded gate takes the tile's middle as anchor (16 tokens stay in float32's range).
+Four tiles of 16 tokens, every product [16, 16] x [16, K]. Between two tiles the decay is e^{prefix in i} * e^{whole tiles
+between} * e^{suffix in j}: the middle factor is one vector of channels, multiplied after the product. Inside a tile a
+bounded gate takes the tile's middle as anchor (16 tokens stay in float32 range); any other gate groups its pairs into
+levels, as `prepare.py` does. No exponent is positive but the bounded tile's.
+
+A program owns a slice of channels of one chunk. It first leaves the decayed operands of its four tiles in a scratch
+buffer, then walks the tiles from the last to the first with the sum of dP over later tokens in hand: loops instead of
+unrolled code, because 24 unrolled products took 70 s to compile and spilled. Slices of 16 channels and one warp: eight
+warps on whole rows waited for each other at every small product (7.6 ms at H = 96, T = 8192, K = 128 on an H200 against
+3.7; slices of 32 with two warps 4.6).
 
 A pair adds to dP at its row what it subtracts at its column. Both sides multiply the same rounded operands, so that the
 two cancel in the sum over later tokens: with q and k unrounded on one side a fast gate's gradient drowned in what was
-left (9.8e-2 of it at log decays near -5, bfloat16). A token's pair with itself has no decay and is left out.
+left (9.8e-2 of it at log decays near -5, bfloat16; now 3.6e-3). A token's pair with itself has no decay and is left out.
 Parameter gradients leave as one partial sum a chunk and are added in a fixed order, so two runs agree to the bit.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -39,79 +40,161 @@ from openkda.ops.kda.triton.gate_math import (
     decay_rate,
     find_sequence,
     log2_decay,
-    quick_exp2,
-    round_mantissa,
     sigmoid,
 )
 
 
-def sums(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[5, 64, 64] of zeros and ones: of which tokens j the log decay counts for token i. From the chunk's start to i; from i
-    to its end; at levels 32 and 16, between i and the border of its run; and j >= i."""
-    i, j = torch.arange(64, device=device)[:, None], torch.arange(64, device=device)[None, :]
-    level = [(i // b == j // b) & ((j > i) ^ (i // b % 2 == 1)) for b in (32, 16)]
-    return torch.stack([j <= i, j > i, *level, j >= i]).to(dtype)
+@triton.jit
+def _tile_decay(p_z, p_dt, m, m_c, rate, bound, GATE: tl.constexpr, HAS_DT: tl.constexpr):
+    """Raw gate input (bias added) and log2 decay [16, BK] of one tile; 0 on rows that do not exist."""
+    z = tl.load(p_z, m, other=0.0).to(tl.float32)
+    if HAS_DT:
+        z += tl.load(p_dt, m_c, other=0.0)[None, :]
+    return z, tl.where(m, log2_decay(z, rate, bound, GATE), 0.0)
 
 
 @triton.jit
-def tokens(p, m):
-    return tl.load(p, m, other=0.0).to(tl.float32)
+def _unit(p, m, p_norm, real, L2NORM: tl.constexpr):
+    """[16, BS] of the rows of length one, and what they were multiplied by to have it."""
+    x = tl.load(p, m, other=0.0).to(tl.float32)
+    r = tl.full([16], 1.0, tl.float32)
+    if L2NORM:
+        r = tl.load(p_norm, real, other=0.0)
+        x *= r[:, None]
+    return x, r
 
 
 @triton.jit
-def unit_of(p, block, v0, V: tl.constexpr, BU: tl.constexpr, UNITS: tl.constexpr):
-    """What `replay.keep` divided the value channels from v0 on by, for the walks' blocks of BU."""
-    unit = 1.0
-    if UNITS:
-        unit = tl.load(p + block * ((V + BU - 1) // BU) + v0 // BU)
-    return unit
-
-
-@triton.jit
-def _from_states(
-    p_to, p_u, p_dd, p_s, p_ds, to_unit_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p, block, real, c,
-    HV: tl.constexpr, HAS_DO: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BK: tl.constexpr,
-    BS: tl.constexpr, PREC: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+def _leave_operands(
+    p_q, p_k, p_z, p_dt, p_norm, p_dke, p_op, p_total, at_w, c, sqt, skt, sgt, left, count, m_c, rate, bound,
+    BK: tl.constexpr, BS: tl.constexpr, GATE: tl.constexpr, HAS_DT: tl.constexpr, L2NORM: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """scale do S^T, dD S^T, U dS'^T [64, BS] and sum_v S dS' [BS]."""
-    t = tl.arange(0, 64)
-    dqd = tl.zeros([64, BS], tl.float32)
-    dkd = tl.zeros([64, BS], tl.float32)
-    dke = tl.zeros([64, BS], tl.float32)
-    both = tl.zeros([BS], tl.float32)
-    for v0 in tl.range(0, V, BV, num_stages=STAGES):
-        x = v0 + tl.arange(0, BV)
-        m_v = x < V
-        m = real[:, None] & m_v[None, :]
-        at = (t * (HV * V))[:, None] + x[None, :]
-        S = tl.load(p_s + x[:, None] * BK + c[None, :], m_v[:, None], other=0.0)
-        dS = tl.load(p_ds + x[:, None] * BK + c[None, :], m_v[:, None], other=0.0)
-        s_unit = unit_of(s_unit_p, block, v0, V, BU, UNITS)
-        ds_unit = unit_of(ds_unit_p, block, v0, V, BU, UNITS)
-        both += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0) * (s_unit * ds_unit)
-        if HAS_DO:
-            do = tl.load(p_to + at, m, other=0.0)
-            dqd += tl.dot(do, S, input_precision=PREC) * (unit_of(to_unit_p, block, v0, V, BU, UNITS) * s_unit)
-        dd = tl.load(p_dd + at, m, other=0.0)
-        dkd += tl.dot(dd, S, input_precision=PREC) * (unit_of(dd_unit_p, block, v0, V, BU, UNITS) * s_unit)
-        u = tl.load(p_u + at, m, other=0.0)
-        dke += tl.dot(u, dS, input_precision=PREC) * (unit_of(u_unit_p, block, v0, V, BU, UNITS) * ds_unit)
-    return dqd, dkd, dke, both
+    """First walk: every tile's q and k decayed from its start and k decayed to its end, [3, 64, BK], and its log2 decay.
+
+    Returns the log2 decay of the whole chunk and sum_i ke_i d(ke)_i, [BS] each.
+    """
+    i = tl.arange(0, 16)
+    after = tl.zeros([BS], tl.float32)
+    written = tl.zeros([BS], tl.float32)
+    for back in tl.range(0, count):
+        t = 16 * (count - 1 - back)
+        real = t + i < left
+        m = real[:, None] & m_c[None, :]
+        q, _ = _unit(p_q + ((t + i)[:, None] * sqt + c[None, :]), m, p_norm + 3 * t + 16 + i, real, L2NORM)
+        k, _ = _unit(p_k + ((t + i)[:, None] * skt + c[None, :]), m, p_norm + 3 * t + i, real, L2NORM)
+        _, g = _tile_decay(p_z + ((t + i)[:, None] * sgt + c[None, :]), p_dt, m, m_c, rate, bound, GATE, HAS_DT)
+        P = tl.cumsum(g, axis=0)
+        R = tl.sum(g, axis=0)
+        near = tl.exp2(P)
+        ke = k * tl.exp2(tl.minimum(R[None, :] - P, 0.0))
+        tl.store(p_op + t * BK + at_w, (q * near).to(OP))
+        tl.store(p_op + (64 + t) * BK + at_w, (k * near).to(OP))
+        tl.store(p_op + (128 + t) * BK + at_w, ke.to(OP))
+        tl.store(p_total + (t // 16) * BK, R)
+        dke = tl.load(p_dke + t * BK + at_w).to(tl.float32)
+        written += tl.sum(ke * dke, axis=0) * tl.exp2(after)
+        after += R
+    return after, written
 
 
 @triton.jit
-def later(x, sums_p, TERM: tl.constexpr):
-    """Sums over a token and all later ones [64, BS], good to float32: what cancels there must have been kept."""
-    t = tl.arange(0, 64)
-    w = tl.load(sums_p + 4 * 4096 + t[:, None] * 64 + t[None, :]).to(TERM)
-    if tl.float32 == TERM:
-        return tl.dot(w, x, input_precision="tf32x3")
+def _as_rows(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+    """What the earlier tiles give to the dq and dk of `tile` (its own prefix decay pending), and their log2 decay."""
+    i = tl.arange(0, 16)
+    dq = tl.zeros([16, BS], tl.float32)
+    dk = tl.zeros([16, BS], tl.float32)
+    between = tl.zeros([BS], tl.float32)
+    for back in tl.range(1, tile + 1):
+        other = tile - back
+        at = (16 * tile + i)[:, None] * 64 + (16 * other + i)[None, :]
+        ke = tl.load(p_op + (128 + 16 * other) * BK + at_w)
+        e = tl.exp2(between)[None, :]
+        dq += tl.dot(tl.load(p_d + at).to(OP), ke, input_precision=PREC) * e
+        dk += tl.dot(tl.load(p_d + 4096 + at).to(OP), ke, input_precision=PREC) * e
+        between += tl.load(p_total + other * BK)
+    return dq, dk, between
+
+
+@triton.jit
+def _as_columns(
+    p_d, p_op, at_w, p_total, tile, count, BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr
+):
+    """What the later tiles give to the dk of `tile` (its own suffix decay pending), and their log2 decay."""
+    i = tl.arange(0, 16)
+    dk = tl.zeros([16, BS], tl.float32)
+    between = tl.zeros([BS], tl.float32)
+    for other in tl.range(tile + 1, count):
+        at = (16 * other + i)[None, :] * 64 + (16 * tile + i)[:, None]  # transposed
+        d = tl.dot(tl.load(p_d + at).to(OP), tl.load(p_op + 16 * other * BK + at_w), input_precision=PREC)
+        d = tl.dot(
+            tl.load(p_d + 4096 + at).to(OP), tl.load(p_op + (64 + 16 * other) * BK + at_w), d, input_precision=PREC
+        )
+        dk += d * tl.exp2(between)[None, :]
+        between += tl.load(p_total + other * BK)
+    return dk, between
+
+
+@triton.jit
+def _own_pairs(p_d, tile, q, k, g, bound, BS: tl.constexpr, GATE: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+    """Pairs inside a tile: dq, dk and dP."""
+    i = tl.arange(0, 16)
+    at = (16 * tile + i)[:, None] * 64 + (16 * tile + i)[None, :]
+    dM = tl.load(p_d + at)
+    dA = tl.load(p_d + 4096 + at)
+    own = tl.sum(tl.where(i[:, None] == i[None, :], dM.to(tl.float32), 0.0), axis=1)[:, None]
+    dM = tl.where(i[:, None] > i[None, :], dM, 0.0)
+    dq = own * k  # a token with itself: no decay between, so nothing for dP
+    dk = own * q
+    if GATE == GATE_BOUNDED:
+        shifted = tl.cumsum(g, axis=0) - bound * (8.0 * LOG2E)
+        up = tl.exp2(shifted)
+        down = tl.exp2(-shifted)
+        qu = (q * up).to(OP)
+        ku = (k * up).to(OP)
+        kc = (k * down).to(OP)
+        q1 = tl.dot(dM.to(OP), kc, input_precision=PREC)
+        row = tl.dot(dA.to(OP), kc, input_precision=PREC)
+        col = tl.dot(tl.trans(dM.to(OP)), qu, input_precision=PREC)
+        col = tl.dot(tl.trans(dA.to(OP)), ku, col, input_precision=PREC)
+        dP = qu * q1 + ku * row - kc * col
+        return dq + q1 * up, dk + row * up + col * down, dP
     else:
-        high = x.to(TERM)
-        x -= high.to(tl.float32)
-        middle = x.to(TERM)
-        low = (x - middle.to(tl.float32)).to(TERM)
-        return tl.dot(w, high, tl.dot(w, middle, tl.dot(w, low)))
+        dP = tl.zeros([16, BS], tl.float32)
+        P = g
+        Q = g * 0.0
+        R = g
+        for j in tl.static_range(0, 4):
+            upper = (i // (1 << j)) % 2 == 1
+            run = i // (2 << j)
+            m = (upper[:, None] & (upper[None, :] == 0)) & (run[:, None] == run[None, :])
+            e = tl.exp2(tl.where(upper[:, None], P, Q))
+            Ml = tl.where(m, dM, 0.0).to(OP)
+            Al = tl.where(m, dA, 0.0).to(OP)
+            qe = (q * e).to(OP)
+            ke = (k * e).to(OP)
+            q1 = tl.dot(Ml, ke, input_precision=PREC)
+            d = tl.dot(Al, ke, input_precision=PREC)
+            d = tl.dot(tl.trans(Ml), qe, d, input_precision=PREC)
+            d = tl.dot(tl.trans(Al), ke, d, input_precision=PREC)
+            dP += qe * q1 + tl.where(upper[:, None], ke * d, -(ke * d))
+            dq += q1 * e
+            dk += d * e
+            P, Q, R = _merge_runs(P, Q, R, 1 << j, BS)
+        return dq, dk, dP
+
+
+@triton.jit
+def _merge_runs(P, Q, R, b: tl.constexpr, BS: tl.constexpr):
+    """Sums over runs of b tokens (prefix P, suffix Q [16, BS], total R [16 / b, BS]) -> over runs of 2b tokens."""
+    NR: tl.constexpr = 16 // (2 * b)
+    side = tl.arange(0, 2)
+    pair = tl.reshape(R, [NR, 2, BS])
+    before = tl.sum(tl.where(side[None, :, None] == 0, pair, 0.0), axis=1)
+    after = tl.sum(tl.where(side[None, :, None] == 1, pair, 0.0), axis=1)
+    second = side[None, :, None, None] == 1
+    P = tl.reshape(tl.reshape(P, [NR, 2, b, BS]) + tl.where(second, before[:, None, None, :], 0.0), [16, BS])
+    Q = tl.reshape(tl.reshape(Q, [NR, 2, b, BS]) + tl.where(second, 0.0, after[:, None, None, :]), [16, BS])
+    return P, Q, before + after
 
 
 @triton.jit
@@ -128,121 +211,27 @@ def _gate_gradient(dg, z, g2, rate, bound, GATE: tl.constexpr):
         return dg, dg * 0.0
 
 
-@triton.jit
-def across(i, j, b: tl.constexpr):
-    """Pairs of level b: row i in the second and column j in the first half of one run of 2b tokens."""
-    return (i // b % 2 == 1) & (j // b % 2 == 0) & (i // (2 * b) == j // (2 * b))
-
-
-@triton.jit
-def level_sums(which: tl.constexpr, sums_p, g, PREC: tl.constexpr):
-    """A matrix of zeros and ones of `SUMS` times the log decays: sums of numbers of one sign, never a difference."""
-    t = tl.arange(0, 64)
-    w = tl.load(sums_p + which * 4096 + t[:, None] * 64 + t[None, :])
-    return tl.dot(w.to(g.dtype), g, input_precision=PREC)
-
-
-@triton.jit
-def _inside_tiles(
-    p_d, q, k, g, unit, bound, GATE: tl.constexpr, OP: tl.constexpr, WIDE: tl.constexpr, PREC: tl.constexpr
-):
-    """All pairs inside tiles of 16 tokens, from [4, 16, BS]: dq, dk and dP."""
-    tile = tl.arange(0, 4)[:, None, None] * 16
-    i = tl.arange(0, 16)[None, :, None]
-    j = tl.arange(0, 16)[None, None, :]
-    at = (tile + i) * 64 + (tile + j)
-    dM = tl.load(p_d + at)
-    dA = tl.load(p_d + 4096 + at)
-    own = tl.sum(tl.where(i == j, dM.to(tl.float32), 0.0), axis=2)[:, :, None] * unit
-    dM = tl.where(i > j, dM, 0.0)
-    dq = own * k  # a token with itself: no decay between, so nothing for dP
-    dk = own * q
-    if GATE == GATE_BOUNDED:
-        w = tl.broadcast_to((j <= i).to(g.dtype), [4, 16, 16])
-        x = tl.dot(w, g, input_precision=PREC) - bound * (8.0 * LOG2E)
-        up = quick_exp2(x)
-        down = quick_exp2(-x)
-        qu = q * up
-        ku = k * up
-        kd = k * down
-        if tl.float32 == WIDE:
-            qu = round_mantissa(qu, PREC)
-            ku = round_mantissa(ku, PREC)
-            kd = round_mantissa(kd, PREC)
-        else:
-            qu = qu.to(WIDE)
-            ku = ku.to(WIDE)
-            kd = kd.to(WIDE)
-        M = dM.to(WIDE)
-        A = dA.to(WIDE)
-        q1 = tl.dot(M, kd, input_precision=PREC) * unit
-        row = tl.dot(A, kd, input_precision=PREC) * unit
-        col = tl.dot(tl.trans(M, 0, 2, 1), qu, input_precision=PREC)
-        col = tl.dot(tl.trans(A, 0, 2, 1), ku, col, input_precision=PREC) * unit
-        return dq + q1 * up, dk + row * up + col * down, qu * q1 + ku * row - kd * col
-    else:
-        dP = q * 0.0
-        for level in tl.range(0, 4, num_stages=1):
-            upper = (i >> level) % 2 == 1
-            w = ((i >> level) == (j >> level)) & ((j > i) ^ upper)
-            e = quick_exp2(tl.dot(tl.broadcast_to(w.to(g.dtype), [4, 16, 16]), g, input_precision=PREC))
-            m = upper & ((j >> level) % 2 == 0) & ((i >> (level + 1)) == (j >> (level + 1)))
-            M = tl.where(m, dM, 0.0).to(OP)
-            A = tl.where(m, dA, 0.0).to(OP)
-            q1, d, p = _both_ways(M, A, tl.trans(M, 0, 2, 1), tl.trans(A, 0, 2, 1), q, k, e, upper, unit, OP, PREC)
-            dq += q1
-            dk += d
-            dP += p
-        return dq, dk, dP
-
-
-@triton.jit
-def _both_ways(M, A, Mt, At, q, k, e, upper, unit, OP: tl.constexpr, PREC: tl.constexpr):
-    """dq, dk and dP of the pairs of one level, in which a token is the row or the column of all its pairs."""
-    qe = (q * e).to(OP)
-    ke = (k * e).to(OP)
-    q1 = tl.dot(M, ke, input_precision=PREC) * unit
-    d = tl.dot(A, ke, input_precision=PREC)
-    d = tl.dot(Mt, qe, d, input_precision=PREC)
-    d = tl.dot(At, ke, d, input_precision=PREC) * unit
-    return q1 * e, d * e, qe * q1 + tl.where(upper, ke * d, -(ke * d))
-
-
-@triton.jit
-def _between_tiles(p_d, b: tl.constexpr, sums_p, q, k, g, unit, OP: tl.constexpr, PREC: tl.constexpr):
-    """Level b in {16, 32}: dq, dk and dP, [64, BS]."""
-    t = tl.arange(0, 64)
-    i = t[:, None]
-    j = t[None, :]
-    m = across(i, j, b)
-    M = tl.load(p_d + i * 64 + j, m, other=0.0).to(OP)
-    A = tl.load(p_d + 4096 + i * 64 + j, m, other=0.0).to(OP)
-    e = quick_exp2(level_sums(2 if b == 32 else 3, sums_p, g, PREC))
-    return _both_ways(M, A, tl.trans(M), tl.trans(A), q, k, e, i // b % 2 == 1, unit, OP, PREC)
-
-
 @triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
 def gradients_kernel(
-    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, to_p, u_p, dd_p, s_p, ds_p, to_unit_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
-    log_p, decay_p, d_p, d_unit_p, sums_p, norm_p, rows_p, dq_p, dk_p, dz_p, ddt_p, dA_log_p,
+    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, op_p, total_p, norm_p, rows_p,
+    dq_p, dk_p, dz_p, ddt_p, dA_log_p,
     sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh,
     B, T, N, slots, tiles, bound,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, V: tl.constexpr,
-    BV: tl.constexpr, BU: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
-    L2NORM: tl.constexpr, HAS_DO: tl.constexpr, OP: tl.constexpr, WIDE: tl.constexpr, PREC: tl.constexpr,
-    TERM: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk of 64 tokens, value head and slice of BS channels.
 
-    u, dd, to = scale do [B, T, HV, V]; s, ds [HV, slots, V, BK]; their units [HV, slots, V / BU]. From `prepare.py` the log2
-    decays log [HV, tiles, 16, BK] and norm [HV, tiles, 3, 16]; decay [HV, slots, BK] of whole chunks from `join.py`. From
-    `products.py` d [HV, slots, 2, 64, 64] with d_unit [HV, slots], rows [2, B, T, HV].
-    Writes dq, dk, dz [B, T, HV, K], ddt and dA_log [slots, HV, K].
+    d [HV, slots, 2, 64, 64], wide [HV, slots, 3, 64, BK] and both [HV, slots, BK] from `products.py`.
+    op [HV, slots, 3, 64, BK] and total [HV, slots, 4, BK] are scratch; norm [HV, tiles, 3, 16] from `prepare.py`,
+    rows [2, B, T, HV] from `products.py`.
+    Writes dq, dk, dz [B, T, HV, K], ddt [slots, HV, K], dA_log [slots, HV, K].
     """
     C: tl.constexpr = 64
     NS: tl.constexpr = BK // BS
     pid = tl.program_id(0).to(tl.int64)
-    c = (pid % NS).to(tl.int32) * BS + tl.arange(0, BS)
+    c = pid % NS * BS + tl.arange(0, BS)
     h = pid // NS % HV
     slot = pid // NS // HV
     if PACKED:
@@ -259,6 +248,7 @@ def gradients_kernel(
         length = T.to(tl.int64)
         tile0 = batch * tl.cdiv(T, 16) + first // 16
         start = batch * 0
+    i = tl.arange(0, 16)
     m_c = c < K
     p_sum = (slot * HV + h) * K + c
     if first >= length:
@@ -269,87 +259,85 @@ def gradients_kernel(
         return
     row = start + first
     left = (length - first).to(tl.int32)
-    block = h * slots + slot
+    count = tl.minimum((left + 15) // 16, 4)  # not a constant: unrolled loops spilled
+    # Scalar 64-bit bases and small 32-bit offsets: tensors of pointers cost 100 registers here.
     p_q = q_p + batch * sqb + h // GROUP * sqh + row * sqt
     p_k = k_p + batch * skb + h // GROUP * skh + row * skt
     p_z = g_p + batch * sgb + h * sgh + row * sgt
-    p_norm = norm_p + (h * tiles + tile0) * 48
+    out = ((batch * T + row) * HV + h) * K
+    p_dt = c  # unused without a bias
+    if HAS_DT:
+        p_dt = dt_bias_p + h * K + c
+    block = h * slots + slot
     p_d = d_p + block * (2 * C * C)
-    unit = tl.load(d_unit_p + block)
+    p_wide = wide_p + block * (3 * C * BK)
+    p_op = op_p + block * (3 * C * BK)
+    p_total = total_p + block * (4 * BK) + c
+    at_q = i[:, None] * sqt + c[None, :]
+    at_k = i[:, None] * skt + c[None, :]
+    at_z = i[:, None] * sgt + c[None, :]
+    at_out = i[:, None] * (HV * K) + c[None, :]
+    at_w = i[:, None] * BK + c[None, :]
+    p_norm = norm_p + (h * tiles + tile0) * 48
+    p_rows = rows_p + (batch * T + row) * HV + h
     rate = 1.0
     if HAS_A:
         rate = decay_rate(tl.load(A_log_p + h))
-    bias = tl.zeros([BS], tl.float32)
-    if HAS_DT:
-        bias = tl.load(dt_bias_p + h * K + c, m_c, other=0.0)
 
-    p_log = log_p + (h * tiles + tile0) * (16 * BK)
-    # What the states say comes first: its three sums take the registers that q, k and the decay need later.
-    t = tl.arange(0, C)
-    real = t < left
-    m = real[:, None] & m_c[None, :]
-    at_norm = t // 16 * 48 + t % 16
-    at = (batch * T + row) * HV + h
-    dqd, dkd, dke, both = _from_states(
-        to_p + at * V, u_p + at * V, dd_p + at * V, s_p + block * (V * BK), ds_p + block * (V * BK), to_unit_p, u_unit_p,
-        dd_unit_p, s_unit_p, ds_unit_p, block, real, c, HV, HAS_DO, V, BV, BU, BK, BS, PREC, UNITS, STAGES,
+    whole, carry = _leave_operands(
+        p_q, p_k, p_z, p_dt, p_norm, p_wide + 2 * C * BK, p_op, p_total, at_w, c, sqt, skt, sgt, left, count, m_c, rate, bound,
+        BK, BS, GATE, HAS_DT, L2NORM, OP,
     )  # fmt: skip
-    q = tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
-    k = tokens(p_k + (t[:, None] * skt + c[None, :]), m)
-    if L2NORM:
-        q *= tl.load(p_norm + 16 + at_norm, real, other=0.0)[:, None]
-        k *= tl.load(p_norm + at_norm, real, other=0.0)[:, None]
-    g = tl.load(p_log + (t[:, None] * BK + c[None, :]), real[:, None], other=0.0)
-    near = quick_exp2(level_sums(0, sums_p, g, PREC))
-    dq = dqd * near
-    dkd *= near
-    dke *= quick_exp2(level_sums(1, sums_p, g, PREC))
-    dk = dke - dkd
-    dP = q * dq - k * (dkd + dke)
-    carry = both * tl.load(decay_p + block * BK + c) + tl.sum(k * dke, axis=0)
-
-    for level in tl.static_range(0, 2):
-        tl.debug_barrier()
-        q1, d, p = _between_tiles(p_d, 16 << level, sums_p, q, k, g, unit, OP, PREC)
-        dq += q1
-        dk += d
-        dP += p
-
-    tl.debug_barrier()
-    t3 = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    real3 = t3 < left
-    at_norm3 = t3 // 16 * 48 + t3 % 16
-    m3 = real3[:, :, None] & m_c[None, None, :]
-    q = tokens(p_q + (t3[:, :, None] * sqt + c[None, None, :]), m3)
-    k = tokens(p_k + (t3[:, :, None] * skt + c[None, None, :]), m3)
-    if L2NORM:
-        q *= tl.load(p_norm + 16 + at_norm3, real3, other=0.0)[:, :, None]
-        k *= tl.load(p_norm + at_norm3, real3, other=0.0)[:, :, None]
-    g = tl.load(p_log + (t3[:, :, None] * BK + c[None, None, :]), real3[:, :, None], other=0.0)
-    q1, d, p = _inside_tiles(p_d, q, k, g, unit, bound, GATE, OP, WIDE, PREC)
-    dq += tl.reshape(q1, [C, BS])
-    dk += tl.reshape(d, [C, BS])
-    dP += tl.reshape(p, [C, BS])
-    tl.debug_barrier()
-    dg = later(dP, sums_p, TERM) + carry[None, :]
-    if L2NORM:
-        p_rows = rows_p + at
-        along_q = tl.load(p_rows + t * HV, real, other=0.0)
-        along_k = tl.load(p_rows + B.to(tl.int64) * T * HV + t * HV, real, other=0.0)
-        q_norm = tl.load(p_norm + 16 + at_norm, real, other=0.0)
-        k_norm = tl.load(p_norm + at_norm, real, other=0.0)
-        q = tokens(p_q + (t[:, None] * sqt + c[None, :]), m)
-        k = tokens(p_k + (t[:, None] * skt + c[None, :]), m)
-        dq = q_norm[:, None] * (dq - q * (q_norm * along_q)[:, None])
-        dk = k_norm[:, None] * (dk - k * (k_norm * along_k)[:, None])
-    out = t[:, None] * (HV * K) + c[None, :]
-    tl.store(dq_p + at * K + out, dq.to(dq_p.dtype.element_ty), m)
-    tl.store(dk_p + at * K + out, dk.to(dk_p.dtype.element_ty), m)
-    z = tokens(p_z + (t[:, None] * sgt + c[None, :]), m) + bias[None, :]
-    g2 = tl.where(m, log2_decay(z, rate, bound, GATE), 0.0)
-    dz, dA_log = _gate_gradient(dg, z, g2, rate, bound, GATE)
-    tl.store(dz_p + at * K + out, dz.to(dz_p.dtype.element_ty), m)
+    tl.debug_barrier()  # the tiles read each other's operands
+    carry += tl.load(both_p + block * BK + c) * tl.exp2(whole)
+    ddt = tl.zeros([BS], tl.float32)
+    dA = tl.zeros([BS], tl.float32)
+    for back in tl.range(0, count):
+        tile = count - 1 - back
+        t = 16 * tile
+        real = t + i < left
+        m = real[:, None] & m_c[None, :]
+        # One contribution after the other, each added at once: all of them held together spilled.
+        q, q_norm = _unit(p_q + t * sqt + at_q, m, p_norm + 48 * tile + 16 + i, real, L2NORM)
+        k, k_norm = _unit(p_k + t * skt + at_k, m, p_norm + 48 * tile + i, real, L2NORM)
+        _, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
+        dq, dk, dP = _own_pairs(p_d, tile, q, k, g, bound, BS, GATE, OP, PREC)
+        P = tl.cumsum(g, axis=0)
+        near = tl.exp2(P)
+        far = tl.exp2(tl.minimum(tl.sum(g, axis=0)[None, :] - P, 0.0))
+        d, d_k, before = _as_rows(p_d, p_op, at_w, p_total, tile, BK, BS, OP, PREC)
+        dP += (q * near).to(OP) * d + (k * near).to(OP) * d_k
+        e = tl.exp2(before)[None, :]
+        d = near * d
+        d_k = near * d_k
+        near *= e
+        w = near * tl.load(p_wide + t * BK + at_w)
+        dP += q * w
+        dq += d + w
+        w = near * tl.load(p_wide + (C + t) * BK + at_w)
+        dP += k * w
+        dk += d_k + w
+        d, after = _as_columns(p_d, p_op, at_w, p_total, tile, count, BK, BS, OP, PREC)
+        dP -= (k * far).to(OP) * d
+        dk += far * d
+        w = far * tl.exp2(after)[None, :] * tl.load(p_wide + (2 * C + t) * BK + at_w)
+        dP -= k * w
+        dk += w
+        if L2NORM:
+            along_q = tl.load(p_rows + (t + i) * HV, real, other=0.0)
+            along_k = tl.load(p_rows + B.to(tl.int64) * T * HV + (t + i) * HV, real, other=0.0)
+            dq = q_norm[:, None] * (dq - q * along_q[:, None])
+            dk = k_norm[:, None] * (dk - k * along_k[:, None])
+        tl.store(dq_p + out + t * (HV * K) + at_out, dq.to(dq_p.dtype.element_ty), m)
+        tl.store(dk_p + out + t * (HV * K) + at_out, dk.to(dk_p.dtype.element_ty), m)
+        dg = tl.cumsum(dP, axis=0, reverse=True) + carry[None, :]
+        z, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
+        dz, dA_log = _gate_gradient(dg, z, g, rate, bound, GATE)
+        tl.store(dz_p + out + t * (HV * K) + at_out, dz.to(dz_p.dtype.element_ty), m)
+        carry += tl.sum(dP, axis=0)
+        ddt += tl.sum(tl.where(m, dz, 0.0), axis=0)
+        dA += tl.sum(tl.where(m, dA_log, 0.0), axis=0)
     if HAS_DT:
-        tl.store(ddt_p + p_sum, tl.sum(tl.where(m, dz, 0.0), axis=0), m_c)
+        tl.store(ddt_p + p_sum, ddt, m_c)
     if HAS_A:
-        tl.store(dA_log_p + p_sum, tl.sum(tl.where(m, dA_log, 0.0), axis=0), m_c)
+        tl.store(dA_log_p + p_sum, dA, m_c)

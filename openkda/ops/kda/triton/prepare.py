@@ -155,7 +155,7 @@ def _invert(A, C: tl.constexpr, PREC: tl.constexpr):
 @triton.jit(do_not_specialize=["sbb", "sbt", "sbh", "T", "N", "slots"])
 def prepare_kernel(
     q_p, k_p, g_p, beta_p, A_log_p, dt_bias_p, cu_p,
-    kd_p, qd_p, ke_p, tm_p, decay_p, token_p, log_p,
+    kd_p, qd_p, ke_p, tm_p, decay_p, token_p,
     sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh, sbb, sbt, sbh,
     T, N, slots, bound, eps,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
@@ -163,11 +163,7 @@ def prepare_kernel(
     L2NORM: tl.constexpr, SIGMOID: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
     INNER_PREC: tl.constexpr, SMALL: tl.constexpr, FLOOR: tl.constexpr = False, NORMS: tl.constexpr = False,
 ):  # fmt: skip
-    """One program a chunk and value head. Writes kd, qd, ke [HV, slots, C, BK], tm = T and M [HV, slots, 2, C, C].
-
-    NORMS: for the backward, also the log2 decays [HV, slots, C, BK], and with L2NORM what k and q were multiplied by, as the
-    first rows of token [HV, slots, 3, C].
-    """
+    """One program a chunk and value head. Writes kd, qd, ke [HV, slots, C, BK], tm = T and M [HV, slots, 2, C, C]."""
     pid = tl.program_id(0)
     head = pid % HV
     slot = pid // HV
@@ -203,7 +199,7 @@ def prepare_kernel(
     block = h * slots + slot
     k_size, k_up = _token_factor(k_p, real, eps, K, BK, L2NORM, SCALED)
     q_size, q_up = _token_factor(q_p, real, eps, K, BK, L2NORM, SCALED)
-    if NORMS and L2NORM:
+    if NORMS:  # for the backward
         tl.store(token_p + (block * 3 + 0) * C + t, k_size)
         tl.store(token_p + (block * 3 + 1) * C + t, q_size)
 
@@ -242,8 +238,6 @@ def prepare_kernel(
         tl.store(qd_p + at, (q * near).to(OP))
         tl.store(ke_p + at, (k * far).to(OP))
         tl.store(decay_p + block * BK + c, tl.exp2(tl.sum(R, axis=0)))
-        if NORMS:
-            tl.store(log_p + at, g.to(log_p.dtype.element_ty))
 
     A = A * beta[:, None]
     if SCALED:
