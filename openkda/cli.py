@@ -131,7 +131,7 @@ def generate(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A checkpoint or run directory, or a preset's name.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint or run directory, a preset's name or a config.json.")],
     length: Annotated[list[int], typer.Option(help="Sequence lengths in tokens.")] = [1_000, 100_000, 1_000_000],  # noqa: B006
 ) -> int:
     """Layers, parameters by kind, bytes of state per token and per sequence; of a published model also its tensors."""

@@ -86,9 +86,11 @@ def test_generate(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == first
 
 
-@pytest.mark.parametrize("what", ["demo", "run", "step"])
+@pytest.mark.parametrize("what", ["demo", "run", "step", "config"])
 def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    target = {"demo": "demo", "run": trained, "step": trained / "last"}[what]
+    target = {"demo": "demo", "run": trained, "step": trained / "last", "config": trained / "last" / "config.json"}[
+        what
+    ]
     assert run("inspect", target, "--length", 1000, "--length", 2000) == 0
     out = capsys.readouterr().out
     assert "KDA" in out and "MLA" in out and "bytes a token" in out and "2,000" in out

@@ -9,7 +9,7 @@ import torch
 
 from openkda.models.checkpoint import load_config, stored_dtype
 from openkda.models.config import ModelConfig
-from openkda.models.presets import PRESETS
+from openkda.models.presets import PRESETS, named_config
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,21 @@ class ModelReport:
 
 
 def describe(model: ModelConfig | str | Path, *, dtype: torch.dtype | None = None) -> ModelReport:
-    """Report on a config, a preset's name or a checkpoint directory.
+    """Report on a config, a preset's name, the path of a config.json or a checkpoint directory.
 
     dtype: of the activations (convolution tails and latents); default that of a checkpoint's weights, else bfloat16.
     Raises: ValueError for an unknown name, FileNotFoundError for an incomplete checkpoint.
     """
     if not isinstance(model, ModelConfig):
-        if str(model) in PRESETS:
-            model = PRESETS[str(model)]
+        if str(model) in PRESETS or Path(model).is_file():
+            model = named_config(str(model))
         elif Path(model).is_dir():
             directory, model = model, load_config(model)
             dtype = stored_dtype(directory) if dtype is None else dtype
         else:
-            raise ValueError(f"expected a preset ({', '.join(PRESETS)}) or a checkpoint directory, received {model!s}")
+            raise ValueError(
+                f"expected a preset ({', '.join(PRESETS)}), a config.json or a checkpoint directory, received {model!s}"
+            )
     c, dtype = model, dtype or torch.bfloat16
     kinds = count_parameters(c)
     idle = 0

@@ -6,6 +6,9 @@ Sources: `config.json` of moonshotai/Kimi-Linear-48B-A3B-Instruct (revision e1df
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from openkda.models.config import ModelConfig
 
 
@@ -136,3 +139,19 @@ PRESETS: dict[str, ModelConfig] = {
         first_k_dense_replace=1,
     ),
 }
+
+
+def named_config(name: str) -> ModelConfig:
+    """The preset of that name, or what the config.json of that path says. ValueError for anything else."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.suffix != ".json" or not path.is_file():
+        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, or a config.json, received {name!r}")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(f"preset: expected the JSON of a model config, received {name}")
+    return ModelConfig.from_dict(fields)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from openkda.models.config import ModelConfig
-from openkda.models.presets import PRESETS
+from openkda.models.presets import named_config
 
 # What may change when a run is continued: nothing that decides which numbers a step computes, except its length.
 CHANGEABLE = frozenset({
@@ -144,26 +142,11 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
 
 def model_config(options: TrainOptions, vocab_size: int) -> ModelConfig:
     """The preset with `options.model` on top. The vocabulary is the tokenizer's unless it is set, and never smaller."""
-    base = _preset(options.preset)
+    base = named_config(options.preset)
     config = base.replace(**{"vocab_size": vocab_size, **options.model})
     if config.vocab_size < vocab_size:
         _bad("vocab_size", f"at least {vocab_size}, the tokenizer's", config.vocab_size)
     return config
-
-
-def _preset(name: str) -> ModelConfig:
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name)
-    if path.suffix == ".json" and path.is_file():
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict):
-            _bad("preset", "the JSON of a model config", name)
-        return ModelConfig.from_dict(fields)
-    _bad("preset", f"one of {', '.join(PRESETS)}, or a config.json", repr(name))
 
 
 def choose_device(name: str) -> torch.device:

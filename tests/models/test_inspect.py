@@ -82,6 +82,7 @@ def test_checkpoints_and_names(tmp_path: Path) -> None:
     assert describe(str(tmp_path / "c")).dtype == torch.float32
     with pytest.raises(ValueError, match=r"kimi-k3.*received kimi-k4"):
         describe("kimi-k4")
+    assert describe(tmp_path / "c" / "config.json", dtype=torch.float32) == describe(tmp_path / "c")
     (tmp_path / "c" / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         describe(tmp_path / "c")
