@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState
-from openkda.ops.kda_block.triton.one import one_kernel
 from openkda.ops.kda_block.triton.step import block_kernel
 from openkda.ops.triton.api import launch, padded, record
 
 EPS = 1e-6
-SETTINGS: tuple[int, int | None] = (4, None)
-"""(warps, limit of registers) of the one-token kernel."""
 MOST_FOR_4_WARPS = 128 * 128  # entries of a state: 128 registers a thread
 _LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _TOKENS = (
@@ -39,11 +36,7 @@ def _launch(
     BK, BV = padded(K), padded(V)
     q, k, v, g, og = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g, og))
     old, new = ((x if x[0].stride(-1) == 1 else (x[0].contiguous(), *x[1:])) for x in (old, new))
-    if N and T == 1 and states is None:
-        _launch_one(
-            q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, old, new, slots, gate, bound, norm_eps, scale
-        )
-    elif N:
+    if N:
         tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new, states)
         steps = (
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:3], *beta.stride(), *og.stride()[:3],
@@ -53,41 +46,11 @@ def _launch(
         numbers = (T, bound, EPS, norm_eps, scale)
         constants = (
             H, HV // H, K, BK, V, BV, wq.shape[1], gate, A_log is not None, dt_bias is not None, slots is not None,
-            states is not None,
+            states is not None, T == 1,
         )  # fmt: skip
-        launch(block_kernel, N * H, tensors, steps, numbers, constants, 4, y.device)
+        warps = 4 if BK * BV <= MOST_FOR_4_WARPS else 8
+        launch(block_kernel, N * H, tensors, steps, numbers, constants, warps, y.device)
     return y
-
-
-def _launch_one(
-    q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, old, new, slots, gate, bound, norm_eps, scale
-):
-    N, _, HV, K = g.shape
-    V, H = og.shape[3], q.shape[2] // K
-    warps, registers = SETTINGS if padded(K) * padded(V) <= MOST_FOR_4_WARPS else (8, None)
-    dense = all(_is_dense(x) for t in (old, new) for x in t)
-    tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new)
-    steps = (
-        q.stride(0), k.stride(0), v.stride(0), g.stride(0), g.stride(2), beta.stride(0), beta.stride(2), og.stride(0),
-        og.stride(2), *old[0].stride()[:3], *old[1].stride(), *old[2].stride(), *old[3].stride(),
-        *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
-    )  # fmt: skip
-    constants = (
-        H, HV // H, K, padded(K), V, padded(V), max(padded(K), padded(V)), wq.shape[1], gate, A_log is not None,
-        dt_bias is not None, slots is not None, dense,
-    )  # fmt: skip
-    numbers = (bound, EPS, norm_eps, scale)
-    launch(one_kernel, N * H, tensors, steps, numbers, constants, warps, y.device, registers=registers)
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether each row of x is contiguous."""
-    size = 1
-    for n, step in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if step != size:
-            return False
-        size *= n
-    return True
 
 
 def pool_direct(

@@ -1,4 +1,4 @@
-"""The fused decoding kernel for several tokens: a program owns one query head of one sequence, its windows and its states.
+"""The fused decoding kernel: a program owns one query head of one sequence, its convolution windows and its states.
 
 The states of the head's value heads are read once and written once; everything else stays in registers. A state tile
 [K, V] is whole, because the norm of the output needs all V channels.
@@ -74,7 +74,7 @@ def block_kernel(
     T, bound, eps, norm_eps, scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     W: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, INDEXED: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
+    KEEP_ALL: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, query head); T tokens, GROUP value heads one after the other."""
     pid = tl.program_id(0)
@@ -116,13 +116,13 @@ def block_kernel(
             rate = decay_rate(tl.load(A_log_p + h))
         qa, qb, qc = qa0, qb0, qc0
         ka, kb, kc = ka0, kb0, kc0
-        for t in range(T):
-            q = tl.load(q_p + row * sqn + t * sqt + chan, m_k, other=0.0).to(tl.float32)
-            k = tl.load(k_p + row * skn + t * skt + chan, m_k, other=0.0).to(tl.float32)
-            v = tl.load(v_p + row * svn + t * svt + vchan, m_v, other=0.0).to(tl.float32)
-            z = tl.load(g_p + row * sgn + t * sgt + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
-            beta = tl.load(beta_p + row * sbb + t * sbt + h * sbh).to(tl.float32)
-            og = tl.load(og_p + row * son + t * sot + h * soh + x, m_v, other=0.0).to(tl.float32)
+        if ONE:  # the common step without a loop: the loop's carried windows cost registers
+            q = tl.load(q_p + row * sqn + chan, m_k, other=0.0).to(tl.float32)
+            k = tl.load(k_p + row * skn + chan, m_k, other=0.0).to(tl.float32)
+            v = tl.load(v_p + row * svn + vchan, m_v, other=0.0).to(tl.float32)
+            z = tl.load(g_p + row * sgn + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
+            beta = tl.load(beta_p + row * sbb + h * sbh).to(tl.float32)
+            og = tl.load(og_p + row * son + h * soh + x, m_v, other=0.0).to(tl.float32)
             yq = _conv(qa, qb, qc, q, wqa, wqb, wqc, wqx).to(OUT).to(tl.float32)
             yk = _conv(ka, kb, kc, k, wka, wkb, wkc, wkx).to(OUT).to(tl.float32)
             yv = _conv(va, vb, vc, v, wva, wvb, wvc, wvx).to(OUT).to(tl.float32)
@@ -130,9 +130,27 @@ def block_kernel(
             ka, kb, kc = kb, kc, k
             va, vb, vc = vb, vc, v
             S, y = _head(S, yq, yk, yv, z, beta, og, norm, rate, bound, eps, norm_eps, scale, m_v, V, GATE, OUT)
-            tl.store(y_p + ((row * T + t) * HV + h) * V + x, y, m_v)
+            tl.store(y_p + (row * HV + h) * V + x, y, m_v)
             if KEEP_ALL:
-                tl.store(all_p + ((row * T + t) * HV + h) * (K * V) + c[:, None] * V + x[None, :], S, m_s)
+                tl.store(all_p + (row * HV + h) * (K * V) + c[:, None] * V + x[None, :], S, m_s)
+        else:
+            for t in range(T):
+                q = tl.load(q_p + row * sqn + t * sqt + chan, m_k, other=0.0).to(tl.float32)
+                k = tl.load(k_p + row * skn + t * skt + chan, m_k, other=0.0).to(tl.float32)
+                v = tl.load(v_p + row * svn + t * svt + vchan, m_v, other=0.0).to(tl.float32)
+                z = tl.load(g_p + row * sgn + t * sgt + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
+                beta = tl.load(beta_p + row * sbb + t * sbt + h * sbh).to(tl.float32)
+                og = tl.load(og_p + row * son + t * sot + h * soh + x, m_v, other=0.0).to(tl.float32)
+                yq = _conv(qa, qb, qc, q, wqa, wqb, wqc, wqx).to(OUT).to(tl.float32)
+                yk = _conv(ka, kb, kc, k, wka, wkb, wkc, wkx).to(OUT).to(tl.float32)
+                yv = _conv(va, vb, vc, v, wva, wvb, wvc, wvx).to(OUT).to(tl.float32)
+                qa, qb, qc = qb, qc, q
+                ka, kb, kc = kb, kc, k
+                va, vb, vc = vb, vc, v
+                S, y = _head(S, yq, yk, yv, z, beta, og, norm, rate, bound, eps, norm_eps, scale, m_v, V, GATE, OUT)
+                tl.store(y_p + ((row * T + t) * HV + h) * V + x, y, m_v)
+                if KEEP_ALL:
+                    tl.store(all_p + ((row * T + t) * HV + h) * (K * V) + c[:, None] * V + x[None, :], S, m_s)
         if not KEEP_ALL:
             p_s1 = s1_p + place * s1n + h * s1h + c[:, None] * s1k + x[None, :]
             tl.store(p_s1, S.to(s1_p.dtype.element_ty), m_s)
