@@ -40,32 +40,22 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
     device: torch.device,
-    pdl: bool = False,
-    registers: int | None = None,
 ) -> None:
     """kernel over a grid of `programs`. Its parameters, in this order: tensors; steps (strides and sizes, on whose
     divisibility Triton specialises); numbers (marked do_not_specialize, or floats); constants (constexprs).
 
-    pdl: the kernel waits for the one in front of it by itself (programmatic dependent launch, Hopper and later).
-    registers: most of them a thread, where the compiler's own choice lets too few programs share a multiprocessor.
-
     The first call of a key goes through Triton and compiles, unless Triton already has that binary.
     """
     index = device.index
-    options: dict[str, Any] = {"num_warps": num_warps}
-    if pdl:
-        options["launch_pdl"] = True
-    if registers is not None:
-        options["maxnreg"] = registers
     if device.type == "cuda" and index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*tensors, *steps, *numbers, *constants, **options)
+            kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)
         return
     traits = tuple([None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors])
-    key = (id(kernel), num_warps, pdl, registers, index, traits, steps, constants)
+    key = (id(kernel), num_warps, index, traits, steps, constants)
     ready = _compiled.get(key)
     if ready is None:
-        ready = kernel[(programs,)](*tensors, *steps, *numbers, *constants, **options)
+        ready = kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)
         if ready is not None:  # the interpreter compiles nothing
             if len(_compiled) >= _MOST:
                 _compiled.clear()
