@@ -40,8 +40,9 @@ def register_kda_rules() -> None:
     Replicate() for the gate. Anything else is redistributed to the cheapest of these. Batch and heads are sharded where
     the mesh divides them evenly (heads: the query heads). Calling it again does nothing.
     """
+    # Both define their operators.
     import openkda.ops.kda.chunkwise.compiled
-    import openkda.ops.kda.triton.autograd  # noqa: F401  (both define their operators)
+    import openkda.ops.kda.triton.autograd
 
     ops = torch.ops.openkda
     chunk = (*_INPUTS, "state", "cu")
