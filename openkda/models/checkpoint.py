@@ -24,6 +24,7 @@ from torch import Tensor
 from openkda.models.config import ModelConfig
 from openkda.models.hybrid import HybridLM
 from openkda.models.official import is_published, load_text_model, read_config
+from openkda.models.official_names import plain_names
 
 log = logging.getLogger("openkda.models.checkpoint")
 
@@ -42,7 +43,7 @@ def save_checkpoint(model: HybridLM, directory: str | Path) -> None:
     """
     directory = Path(directory)
     config = json.dumps(model.config.to_dict(), indent=2) + "\n"
-    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
+    tensors = {name: t.detach().contiguous() for name, t in plain_names(model.state_dict()).items()}
     if directory.exists():
         if not directory.is_dir():
             raise NotADirectoryError(f"{directory}: expected a directory for the checkpoint, found a file")

@@ -33,6 +33,7 @@ from openkda.models.official_names import (
     PublishedTensor,
     a_log_form,
     build,
+    plain_names,
     published,
     shard_count,
     shard_file,
@@ -151,7 +152,9 @@ def save_official(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_shards(model.state_dict() if state is None else state, partial, official, a_log or A_LOG_FORM[kind])
+        _write_shards(
+            plain_names(model.state_dict() if state is None else state), partial, official, a_log or A_LOG_FORM[kind]
+        )
         (partial / CONFIG).write_text(text)
         if directory.exists():
             _replace_files(partial, directory)

@@ -54,6 +54,11 @@ class PublishedTensor(NamedTuple):
         return math.prod(self.shape) * (2 if self.name.endswith(".weight_packed") else 1)
 
 
+def plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without the names that torch.compile puts around a model or its layers."""
+    return {name.replace("_orig_mod.", ""): t for name, t in state.items()}
+
+
 def official(name: str) -> OfficialConfig:
     """The published model of a preset: "kimi-k3" (packed experts, vision tower) or "kimi-linear-48b"."""
     if name == "kimi-k3":

@@ -54,6 +54,19 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     assert mode == (tmp_path / "a" / "b" / CONFIG).stat().st_mode & 0o777  # readable by whoever reads the config
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path, whole: bool) -> None:
+    model = HybridLM(PRESETS["tiny"])
+    want = {n: t.clone() for n, t in model.state_dict().items()}
+    if whole:
+        save_checkpoint(torch.compile(model), tmp_path / "c")  # type: ignore[arg-type]
+    else:
+        model.model.layers[1] = torch.compile(model.model.layers[1])  # type: ignore[assignment]
+        save_checkpoint(model, tmp_path / "c")
+    got = load_checkpoint(tmp_path / "c").state_dict()
+    assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
+
+
 def test_dtype_converts_all_but_float32_parameters(tmp_path: Path) -> None:
     model = built()
     save_checkpoint(model, tmp_path / "c")
