@@ -3,7 +3,7 @@
 Three schedules over the same chunk algebra (factors.py); schedule.py chooses from the sizes alone:
 
     fused      one kernel: a warpgroup builds factors while two carry the state            no workspace
-    two_pass   factors of every chunk in parallel, then the scan                           65 KB a chunk and head
+    two_pass   factors of every chunk in parallel, then the scan                           60 KB a chunk and head
     segments   the scan itself in parallel over segments, exact: transitions are merged    few heads, one long sequence
 
 Gluon is experimental and moves between Triton releases, so any other release is refused and Triton proper takes over.
