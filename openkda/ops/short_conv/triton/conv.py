@@ -31,12 +31,39 @@ def locate(slot, cu_p, T, N, BT: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
+def _before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
     """Input `at` of a sequence for at >= -(W - 1): from the initial window below 0, else from x."""
     x = tl.load(x_p + at.to(tl.int64) * sxt, mask & (at >= 0), other=0.0).to(tl.float32)
     if HAS_S:
         x += tl.load(s_p + (at + W - 1) * ssw, mask & (at < 0) & (at >= 1 - W), other=0.0).to(tl.float32)
     return x
+
+
+@triton.jit
+def window(x_p, s_p, sxt, ssw, first, mask, BD: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr):
+    """The three inputs in front of token `first`, oldest first; zeros for what W lacks."""
+    a = tl.zeros([BD], tl.float32)
+    b = a
+    if W == 4:
+        a = _before(x_p, s_p, sxt, ssw, first - 3, mask, W, HAS_S)
+    if W >= 3:
+        b = _before(x_p, s_p, sxt, ssw, first - 2, mask, W, HAS_S)
+    c = _before(x_p, s_p, sxt, ssw, first - 1, mask, W, HAS_S)
+    return a, b, c
+
+
+@triton.jit
+def tensor_blocks(DA, DB, DC, BD: tl.constexpr, COUNT: tl.constexpr):
+    """Blocks of BD channels in the first, in the second and in all of COUNT tensors."""
+    NA = tl.cdiv(DA, BD)
+    NB = 0
+    blocks = NA
+    if COUNT > 1:
+        NB = tl.cdiv(DB, BD)
+        blocks += NB
+    if COUNT > 2:
+        blocks += tl.cdiv(DC, BD)
+    return NA, NB, blocks
 
 
 @triton.jit
@@ -91,13 +118,7 @@ def _forward(
     if HAS_S:
         old = s_p + n * ssn + d * ssd
     wa, wb, wc, wx = taps(w_p, d, m, W)
-    a = tl.zeros([BD], tl.float32)
-    b = a
-    if W == 4:
-        a = before(x_p, old, sxt, ssw, first - 3, m, W, HAS_S)
-    if W >= 3:
-        b = before(x_p, old, sxt, ssw, first - 2, m, W, HAS_S)
-    c = before(x_p, old, sxt, ssw, first - 1, m, W, HAS_S)
+    a, b, c = window(x_p, old, sxt, ssw, first, m, BD, W, HAS_S)
     p = x_p + first.to(tl.int64) * sxt
     for t in tl.range(first, tl.minimum(first + BT, length), STEP, num_stages=STAGES):
         for j in tl.static_range(STEP):
@@ -129,13 +150,7 @@ def conv_kernel(
     """One program a block of BT tokens of one sequence and BD channels of one of COUNT tensors: row after row, the window
     in registers, so that an input is read once. y [B, T, D] and windows o [N, D, W - 1] are contiguous."""
     pid = tl.program_id(0)
-    NA = tl.cdiv(DA, BD)
-    blocks = NA
-    if COUNT > 1:
-        NB = tl.cdiv(DB, BD)
-        blocks += NB
-    if COUNT > 2:
-        blocks += tl.cdiv(DC, BD)
+    NA, NB, blocks = tensor_blocks(DA, DB, DC, BD, COUNT)
     block = pid % blocks
     n, batch, start, length, first = locate(pid // blocks, cu_p, T, N, BT, PACKED)
     if (first >= length) & (first > 0):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.short_conv.triton.conv import before, locate, mix, silu_slope, taps
+from openkda.ops.short_conv.triton.conv import locate, mix, silu_slope, taps, tensor_blocks, window
 
 
 @triton.jit
@@ -54,13 +54,7 @@ def _block(
         p_ds = ds_p + (n * D + d) * (W - 1)
     if HAS_F:
         p_f = f_p + n * sfn + d * sfd
-    a = tl.zeros([BD], tl.float32)
-    b = a
-    if W == 4:
-        a = before(x_p, old, sxt, ssw, first - 3, m, W, HAS_S)
-    if W >= 3:
-        b = before(x_p, old, sxt, ssw, first - 2, m, W, HAS_S)
-    c = before(x_p, old, sxt, ssw, first - 1, m, W, HAS_S)
+    a, b, c = window(x_p, old, sxt, ssw, first, m, BD, W, HAS_S)
     stop = tl.minimum(first + BT, length)
     ua = tl.zeros([BD], tl.float32)
     ub = ua
@@ -137,13 +131,7 @@ def conv_gradient_kernel(
 ):  # fmt: skip
     """One program GROUP blocks of BT tokens and BD channels of one of COUNT tensors. dx [B, T, D], ds [N, D, W - 1]."""
     pid = tl.program_id(0)
-    NA = tl.cdiv(DA, BD)
-    blocks = NA
-    if COUNT > 1:
-        NB = tl.cdiv(DB, BD)
-        blocks += NB
-    if COUNT > 2:
-        blocks += tl.cdiv(DC, BD)
+    NA, NB, blocks = tensor_blocks(DA, DB, DC, BD, COUNT)
     block = pid % blocks
     group = pid // blocks
     if block < NA:
