@@ -111,3 +111,21 @@ def receive(places, turn):
     gl.thread_barrier()
     mbarrier.arrive(free.index(turn & 1), count=1)
     return field(entry, 0), field(entry, 1), field(entry, 2), field(entry, 3)
+
+
+@gluon.jit
+def walking_state(
+    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, places, HV,
+    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, partition: gl.constexpr,
+):  # fmt: skip
+    """Carries the state of one announced chain after the other, each by `partition`."""
+    turn = 0
+    before = 0
+    length = 0
+    while length >= 0:
+        seq, hv, row0, length = receive(places, turn)
+        turn += 1
+        if length >= 0:
+            partition(v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, seq, hv, HV, half,
+                      STATE_IN, STATE_OUT, before)  # fmt: skip
+        before += (length + 63) // 64

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openkda.ops.kda.hopper.chains import announce, chain, field, receive, turns
+from openkda.ops.kda.hopper.chains import announce, chain, field, turns, walking_state
 from openkda.ops.kda.hopper.factors import (  # fmt: skip
     F1,
     FLAT1,
@@ -319,24 +319,6 @@ def _allocate():
     return (q_s, k_s, g_s), (v0_s, v1_s), work, ops, fbars, sb0, sb1
 
 
-@gluon.jit
-def walking_state(
-    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, places, HV,
-    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr,
-):  # fmt: skip
-    """Carries the state of one announced chain after the other."""
-    turn = 0
-    before = 0
-    length = 0
-    while length >= 0:
-        seq, hv, row0, length = receive(places, turn)
-        turn += 1
-        if length >= 0:
-            state_partition(v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, seq, hv, HV, half,
-                            STATE_IN, STATE_OUT, before)  # fmt: skip
-        before += (length + 63) // 64
-
-
 @gluon.jit(do_not_specialize=["T", "chains"])
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
@@ -352,9 +334,9 @@ def kda_forward_kernel(
             (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, raw, work, ops, fbars,
                                 places, chains, T, groups, HV, scale, bound, VARLEN, NP)),
             (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[0], ops, sb0, places, HV, gl.constexpr(0),
-                             STATE_IN, STATE_OUT)),
+                             STATE_IN, STATE_OUT, gl.constexpr(state_partition))),
             (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values[1], ops, sb1, places, HV, gl.constexpr(1),
-                             STATE_IN, STATE_OUT)),
+                             STATE_IN, STATE_OUT, gl.constexpr(state_partition))),
         ],
         [4, 4],
         [168, 168],

@@ -40,7 +40,6 @@ from openkda.ops.kda.hopper.schedule import (
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
-_WALK = True
 _OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
 
@@ -228,7 +227,7 @@ def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Te
     split = is_split(n * hv, _sm_count(p.index))
     block = [CHUNK, 64]
     decay = w.decay
-    if cu is not None and not split and _WALK:
+    if cu is not None and not split:
         _launch(
             kda_scan_pack_kernel, (min(n * hv, _sm_count(p.index)), 1),
             (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),

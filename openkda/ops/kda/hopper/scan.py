@@ -47,6 +47,29 @@ def _by_length(cu_ptr, n_seqs, rank, NP: gl.constexpr):
 
 
 @gluon.jit
+def operand_tiles():
+    """Shared memory of two chunks' Kt, Qt, Kh, decay, T and M."""
+    kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
+    qt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
+    kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
+    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
+    tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
+    m_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
+    return kt_s, qt_s, kh_s, dec_s, tt_s, m_s
+
+
+@gluon.jit
+def operand_barriers(users: gl.constexpr):
+    """Of those tiles, read by `users` state warpgroups: Kt and Qt ready, Kh ready, Kh free, T and M ready, all others free."""
+    kq_ready = barriers(2, 1)
+    tm_ready = barriers(2, 1)
+    kh_ready = barriers(2, 2)
+    free = barriers(2, users)
+    kh_free = barriers(2, users)
+    return kq_ready, kh_ready, kh_free, tm_ready, free
+
+
+@gluon.jit
 def load_partition(
     x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr, before=0,
 ):  # fmt: skip
@@ -84,7 +107,7 @@ def load_partition(
 
 
 @gluon.jit
-def _zero_quarters(s):
+def zero_quarters(s):
     """The upper right quarter of T or M is never copied."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     quarters = s._reinterpret(gl.float16, [8, 32, 32], S64)
@@ -116,7 +139,7 @@ def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
 @gluon.jit
 def scan_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VALUES: gl.constexpr, OUTPUT: gl.constexpr, before=0,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, before=0, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
 ):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through prepared chunks, in registers. Nothing but
     R, U and S is in the chain from state to state:
@@ -129,7 +152,8 @@ def scan_partition(
     matrix of the whole range. before: chunks that went through the buffers earlier.
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
-    v_full, kq_ready, kh_ready, kh_free, tm_ready, free = bars
+    v_full, operand_bars = bars
+    kq_ready, kh_ready, kh_free, tm_ready, free = operand_bars
     chunks = (length + 63) // 64
     col0 = hv * 128 + half * 64
     if STATE_IN == 1:
@@ -227,32 +251,19 @@ def kda_scan_kernel(
         slot0 = seq * ((T + 63) // 64)
         row0 = seq * T
         length = gl.minimum(T, rows - row0)
-    kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    qt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
-    tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
-    m_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
+    ops = operand_tiles()
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
-    users: gl.constexpr = 1 if SPLIT else 2
-    kq_ready = barriers(2, 1)
-    tm_ready = barriers(2, 1)
-    kh_ready = barriers(2, 2)
-    free = barriers(2, users)
-    kh_free = barriers(2, users)
-    v0_full = barriers(4, 1)
-    ops = (kt_s, qt_s, kh_s, dec_s, tt_s, m_s)
-    sb0 = (v0_full, kq_ready, kh_ready, kh_free, tm_ready, free)
-    lb = (kq_ready, kh_ready, kh_free, tm_ready, free)
+    lb = operand_barriers(1 if SPLIT else 2)
+    sb0 = (barriers(4, 1), lb)
     chunks = (length + 63) // 64
-    _zero_quarters(tt_s)
-    _zero_quarters(m_s)
+    zero_quarters(ops[4])  # T
+    zero_quarters(ops[5])  # M
     if SPLIT:
         fence_async_shared()
         gl.warp_specialize(
             [
                 (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
-                                   half, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True))),
+                                   half, STATE_IN, STATE_OUT)),
                 (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
                                    gl.constexpr(True))),
             ],
@@ -261,15 +272,14 @@ def kda_scan_kernel(
         )  # fmt: skip
     else:
         v1_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
-        v1_full = barriers(4, 1)
-        sb1 = (v1_full, kq_ready, kh_ready, kh_free, tm_ready, free)
+        sb1 = (barriers(4, 1), lb)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
-                                   0, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True))),
+                                   0, STATE_IN, STATE_OUT)),
                 (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, seq, hv, HV,
-                                   1, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True))),
+                                   1, STATE_IN, STATE_OUT)),
                 (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
                                    gl.constexpr(True))),
             ],
@@ -293,25 +303,19 @@ def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr,
     dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
     tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
-    kq_ready = barriers(2, 1)
-    tm_ready = barriers(2, 1)
-    kh_ready = barriers(2, 2)
-    free = barriers(2, 2)
-    kh_free = barriers(2, 2)
-    v_full = barriers(4, 1)
+    lb = operand_barriers(2)
     ops = (kt_s, kt_s, kh_s, dec_s, tt_s, tt_s)
-    bars = (v_full, kq_ready, kh_ready, kh_free, tm_ready, free)
-    lb = (kq_ready, kh_ready, kh_free, tm_ready, free)
+    bars = (barriers(4, 1), lb)
     slot0 = seq * ((T + 63) // 64)
-    _zero_quarters(tt_s)
+    zero_quarters(tt_s)
     fence_async_shared()
     gl.warp_specialize(
         [
             (scan_partition, (v_desc, v_desc, local_ptr, local_ptr, local_ptr, v_s, ops, bars, row0, length, seq, hv, HV,
-                               half, gl.constexpr(0), gl.constexpr(True), gl.constexpr(True),
+                               half, gl.constexpr(0), gl.constexpr(True), 0, gl.constexpr(True),
                                gl.constexpr(False))),
             (scan_partition, (v_desc, v_desc, transition_ptr, transition_ptr, transition_ptr, v_s, ops, bars, row0,
-                               length, seq, hv, HV, half, gl.constexpr(2), gl.constexpr(True),
+                               length, seq, hv, HV, half, gl.constexpr(2), gl.constexpr(True), 0,
                                gl.constexpr(False), gl.constexpr(False))),
             (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, (length + 63) // 64, hv, HV, gl.constexpr(False))),
         ],

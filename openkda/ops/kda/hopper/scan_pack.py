@@ -7,10 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from openkda.ops.kda.hopper.chains import announce, field, receive, turns
-from openkda.ops.kda.hopper.factors import FLAT1, S64, barriers
+from openkda.ops.kda.hopper.chains import announce, field, turns, walking_state
+from openkda.ops.kda.hopper.factors import barriers
 from openkda.ops.kda.hopper.forward import S128
-from openkda.ops.kda.hopper.scan import _zero_quarters, load_partition, scan_partition
+from openkda.ops.kda.hopper.scan import load_partition, operand_barriers, operand_tiles, scan_partition, zero_quarters
 
 LENTRY1 = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
@@ -40,59 +40,28 @@ def _walking_loads(
         ticket = gl.num_programs(0) + gl.sum(gl.where(lane == 0, drawn, 0), axis=0)
 
 
-@gluon.jit
-def _walking_state(
-    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, places, HV,
-    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr,
-):  # fmt: skip
-    turn = 0
-    before = 0
-    length = 0
-    while length >= 0:
-        seq, hv, row0, length = receive(places, turn)
-        turn += 1
-        if length >= 0:
-            scan_partition(v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, seq, hv, HV, half,
-                           STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True), before)  # fmt: skip
-        before += (length + 63) // 64
-
-
 @gluon.jit(do_not_specialize=["chains"])
 def kda_scan_pack_kernel(
     x_desc, tm_desc, v_desc, o_desc, dec_ptr, ranks_ptr, o_ptr, s0_ptr, st_ptr, HV, chains,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, NP: gl.constexpr,
 ):  # fmt: skip
-    """The scan for packs: programs stay and draw the next (sequence, value head), longest first, so that its operands
-    are on their way while the last one finishes."""
-    kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    qt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
-    tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
-    m_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
+    """One CTA an SM, which draws one (sequence, value head) after the other: two state warpgroups and a loading warp."""
+    ops = operand_tiles()
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
     v1_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
-    kq_ready = barriers(2, 1)
-    tm_ready = barriers(2, 1)
-    kh_ready = barriers(2, 2)
-    free = barriers(2, 2)
-    kh_free = barriers(2, 2)
-    v0_full = barriers(4, 1)
-    v1_full = barriers(4, 1)
+    lb = operand_barriers(2)
+    sb0 = (barriers(4, 1), lb)
+    sb1 = (barriers(4, 1), lb)
     places = turns()
-    ops = (kt_s, qt_s, kh_s, dec_s, tt_s, m_s)
-    sb0 = (v0_full, kq_ready, kh_ready, kh_free, tm_ready, free)
-    sb1 = (v1_full, kq_ready, kh_ready, kh_free, tm_ready, free)
-    lb = (kq_ready, kh_ready, kh_free, tm_ready, free)
-    _zero_quarters(tt_s)
-    _zero_quarters(m_s)
+    zero_quarters(ops[4])  # T
+    zero_quarters(ops[5])  # M
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, places, HV,
-                              gl.constexpr(0), STATE_IN, STATE_OUT)),
-            (_walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, places, HV,
-                              gl.constexpr(1), STATE_IN, STATE_OUT)),
+            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, places, HV,
+                              gl.constexpr(0), STATE_IN, STATE_OUT, gl.constexpr(scan_partition))),
+            (walking_state, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, places, HV,
+                              gl.constexpr(1), STATE_IN, STATE_OUT, gl.constexpr(scan_partition))),
             (_walking_loads, (x_desc, tm_desc, dec_ptr, ranks_ptr, ops, lb, places, chains, HV, NP)),
         ],
         [4, 1],
