@@ -14,13 +14,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from openkda.ops.device.calls import Repeated, call_key, goes_direct, is_watched
+from openkda.ops.device.operators import define, derive, refuse_derivative
 
 __all__ = [
     "Repeated",
     "call_key",
     "choose_module",
+    "define",
+    "derive",
     "goes_direct",
     "is_watched",
+    "refuse_derivative",
     "transform_refusals",
     "triton_refusals",
 ]

@@ -10,17 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import define, derive, refuse_derivative
 from openkda.ops.head_loss.triton.rows import loss_kernel
 from openkda.ops.triton.api import launch, padded
 
 LOGITS = 1 << 28
 """Logits that exist at a time: half a gigabyte in 16 bits, and 8,192 rows of a vocabulary of 32,768."""
-
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
-_LIBRARY.define(
-    "head_loss(Tensor h, Tensor weight, Tensor targets, ScalarType dtype, bool gradient) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("head_loss_backward(Tensor d, Tensor dh, Tensor dweight) -> (Tensor, Tensor)")
 
 
 def _head_loss(
@@ -68,18 +63,15 @@ def _scale(d: Tensor, dh: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor]:
     return dh * d.to(dh.dtype), dweight * d.to(dweight.dtype)
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError("head_loss: second derivatives are not implemented; use impl='reference' for them")
-
-
-_LIBRARY.impl("head_loss", _head_loss, "CompositeExplicitAutograd")
-torch.library.register_fake("openkda::head_loss", _fake, lib=_LIBRARY)
-torch.library.register_autograd("openkda::head_loss", _backward, setup_context=_save, lib=_LIBRARY)
-_LIBRARY.impl("head_loss_backward", _scale, "CompositeExplicitAutograd")
-torch.library.register_fake("openkda::head_loss_backward", _scale, lib=_LIBRARY)
-torch.library.register_autograd(
-    "openkda::head_loss_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+head_loss_op = define(
+    "head_loss(Tensor h, Tensor weight, Tensor targets, ScalarType dtype, bool gradient) -> (Tensor, Tensor, Tensor)",
+    _head_loss,
+    _fake,
 )
-
-head_loss_backward_op = torch.ops.openkda.head_loss_backward.default
-head_loss_op = torch.ops.openkda.head_loss.default
+head_loss_backward_op = define(
+    "head_loss_backward(Tensor d, Tensor dh, Tensor dweight) -> (Tensor, Tensor)", _scale, _scale
+)
+derive(head_loss_op, _backward, _save)
+refuse_derivative(
+    head_loss_backward_op, "head_loss: second derivatives are not implemented; use impl='reference' for them"
+)

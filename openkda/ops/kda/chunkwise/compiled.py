@@ -14,21 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import define, derive, refuse_derivative
 from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans, no_autocast
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
 from openkda.ops.packing.api import check_cu_seqlens
 
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? state, Tensor? cu"
 )
 _OPTIONS = "bool gate, float? bound, float scale, bool l2norm, bool sigmoid"
-_LIBRARY.define(f"kda_chunkwise({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    f"kda_chunkwise_backward(Tensor? do, Tensor? ds, {_INPUTS}, {_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 @contextmanager
@@ -115,24 +110,17 @@ def _grads(ctx: Any, do: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
     if do is None and ds is None:
         return (None,) * (len(tensors) + len(ctx.options))
-    found = torch.ops.openkda.kda_chunkwise_backward.default(do, ds, *tensors, *ctx.options)
+    found = _backward_op(do, ds, *tensors, *ctx.options)
     grads = [g if need else None for g, need in zip(found, ctx.needs_input_grad[:8], strict=True)]
     return (*grads, None, *(None for _ in ctx.options))
 
 
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError("kda: the second derivative is not implemented (impl='reference' has one)")
-
-
-for _name, _real, _fake in (
-    ("kda_chunkwise", _forward, _fake_forward),
-    ("kda_chunkwise_backward", _backward, _fake_backward),
-):
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"openkda::{_name}", _fake, lib=_LIBRARY)
-torch.library.register_autograd("openkda::kda_chunkwise", _grads, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd(
-    "openkda::kda_chunkwise_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+kda_chunkwise_op = define(f"kda_chunkwise({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward)
+_backward_op = define(
+    f"kda_chunkwise_backward(Tensor? do, Tensor? ds, {_INPUTS}, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
 )
-
-kda_chunkwise_op = torch.ops.openkda.kda_chunkwise.default
+derive(kda_chunkwise_op, _grads, _save)
+refuse_derivative(_backward_op, "kda: the second derivative is not implemented (impl='reference' has one)")

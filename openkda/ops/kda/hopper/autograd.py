@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import is_watched
-from openkda.ops.kda.hopper.register import _LIBRARY, _kda_hopper, kda_hopper_op
+from openkda.ops.device.api import derive, is_watched
+from openkda.ops.kda.hopper.register import _kda_hopper, kda_hopper_op
 from openkda.ops.kda.triton.autograd import PLAIN, Direct, differentiate
 
 BOUNDED = 2
@@ -45,4 +45,4 @@ def run(*arguments: Any) -> tuple[Tensor, ...]:
     return Direct.apply(forward, _options(*options), *tensors, None)[:2]
 
 
-torch.library.register_autograd("openkda::kda_hopper", _backward, setup_context=_save, lib=_LIBRARY)
+derive(kda_hopper_op, _backward, _save)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from openkda.ops.device.api import define
 from openkda.ops.kda.hopper.launch import forward
 from openkda.ops.kda.triton.launch import packed
 from openkda.ops.kda.triton.register import as_tensor_pair
 
 __all__ = ["as_tensor_pair", "kda_hopper_op"]
-
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
-_LIBRARY.define(
-    "kda_hopper(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu,"
-    " Tensor? state, float scale, float bound, bool want_state) -> (Tensor, Tensor)"
-)
 
 
 def _kda_hopper(q, k, v, g, beta, A_log, dt_bias, cu, state, scale, bound, want_state):
@@ -36,7 +31,9 @@ def _fake(q, k, v, g, beta, A_log, dt_bias, cu, state, scale, bound, want_state)
     return v.new_empty(v.shape), final
 
 
-_LIBRARY.impl("kda_hopper", _kda_hopper, "CompositeExplicitAutograd")
-torch.library.register_fake("openkda::kda_hopper", _fake, lib=_LIBRARY)
-
-kda_hopper_op = torch.ops.openkda.kda_hopper.default
+kda_hopper_op = define(
+    "kda_hopper(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu,"
+    " Tensor? state, float scale, float bound, bool want_state) -> (Tensor, Tensor)",
+    _kda_hopper,
+    _fake,
+)

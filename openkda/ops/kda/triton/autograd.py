@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import is_watched
+from openkda.ops.device.api import define, derive, is_watched, refuse_derivative
 from openkda.ops.kda.triton.backward import backward
 from openkda.ops.kda.triton.launch import Args, unit_stride
-from openkda.ops.kda.triton.register import _LIBRARY, _OPTIONS, _TOKENS, _kda, kda_op
+from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, _kda, kda_op
 
 PLAIN = (Tensor, torch.nn.Parameter)
-
-_LIBRARY.define(
-    f"kda_backward({_TOKENS}, Tensor? state, Tensor? positions, Tensor o, Tensor? kept, Tensor? do, Tensor? ds, Tensor? dkept,"
-    f" {_OPTIONS}, ScalarType state_dtype, bool exact)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def _kda_backward(  # type: ignore[no-untyped-def]
@@ -49,9 +43,13 @@ def _fake_backward(  # type: ignore[no-untyped-def]
     return (*grads, q.new_empty(0) if state is None else state.new_empty(state.shape, dtype=torch.float32))
 
 
-_LIBRARY.impl("kda_backward", _kda_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("openkda::kda_backward", _fake_backward, lib=_LIBRARY)
-kda_backward_op = torch.ops.openkda.kda_backward.default
+kda_backward_op = define(
+    f"kda_backward({_TOKENS}, Tensor? state, Tensor? positions, Tensor o, Tensor? kept, Tensor? do, Tensor? ds, Tensor? dkept,"
+    f" {_OPTIONS}, ScalarType state_dtype, bool exact)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _kda_backward,
+    _fake_backward,
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -102,13 +100,9 @@ def _differentiable(needs: tuple[bool, ...]) -> tuple[bool, ...]:
     return (*needs[:7], needs[8])
 
 
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError("kda: second derivatives are not implemented; use impl='reference' in float64 for them")
-
-
-torch.library.register_autograd("openkda::kda", _backward, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd(
-    "openkda::kda_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+derive(kda_op, _backward, _save)
+refuse_derivative(
+    kda_backward_op, "kda: second derivatives are not implemented; use impl='reference' in float64 for them"
 )
 
 

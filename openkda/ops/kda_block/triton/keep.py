@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from openkda.ops.device.api import goes_direct
+from openkda.ops.device.api import define, goes_direct
 from openkda.ops.kda_block.call import BlockState
 from openkda.ops.triton.api import launch, padded
 
@@ -98,11 +97,9 @@ def _keep(
         launch(keep_kernel, N * HV, tensors, steps, (T,), constants, 4, q.device)
 
 
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
-_LIBRARY.define(
+keep_op = define(
     "kda_block_commit(Tensor states, Tensor q, Tensor k, Tensor v, Tensor accepted, Tensor(a!) s, Tensor(b!) cq, Tensor(c!) ck,"
-    " Tensor(d!) cv, Tensor slots) -> ()"
+    " Tensor(d!) cv, Tensor slots) -> ()",
+    _keep,
+    lambda *arguments: None,
 )
-_LIBRARY.impl("kda_block_commit", _keep, "CompositeExplicitAutograd")
-torch.library.register_fake("openkda::kda_block_commit", lambda *arguments: None, lib=_LIBRARY)
-keep_op = torch.ops.openkda.kda_block_commit.default

@@ -7,13 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import define
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState
 from openkda.ops.kda_block.triton.step import block_kernel
 from openkda.ops.triton.api import launch, padded, record
 
 EPS = 1e-6
 MOST_FOR_4_WARPS = 128 * 128  # entries of a state: 128 registers a thread
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
 _TOKENS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor out_gate, "
     "Tensor wq, Tensor wk, Tensor wv, Tensor norm, Tensor? A_log, Tensor? dt_bias"
@@ -21,9 +21,6 @@ _TOKENS = (
 _NUMBERS = "int gate, float bound, float norm_eps, float scale"
 _STATES = "Tensor s, Tensor cq, Tensor ck, Tensor cv"
 _POOLS = "Tensor(a!) s, Tensor(b!) cq, Tensor(c!) ck, Tensor(d!) cv"
-_LIBRARY.define(f"kda_block_pool({_TOKENS}, {_POOLS}, Tensor slots, {_NUMBERS}) -> Tensor")
-_LIBRARY.define(f"kda_block_step({_TOKENS}, {_STATES}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"kda_block_all({_TOKENS}, {_STATES}, Tensor? slots, {_NUMBERS}) -> (Tensor, Tensor)")
 
 
 def _launch(
@@ -133,14 +130,12 @@ def _fake_all(q, k, v, g, beta, og, *rest):
     return v.new_empty(og.shape), _new_states(g, og)
 
 
-for _name, _run, _fake in (
-    ("kda_block_pool", pool_direct, _fake_pool),
-    ("kda_block_step", step_direct, _fake_step),
-    ("kda_block_all", all_direct, _fake_all),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"openkda::{_name}", _fake, lib=_LIBRARY)
-
-pool_op = torch.ops.openkda.kda_block_pool.default
-step_op = torch.ops.openkda.kda_block_step.default
-all_op = torch.ops.openkda.kda_block_all.default
+pool_op = define(f"kda_block_pool({_TOKENS}, {_POOLS}, Tensor slots, {_NUMBERS}) -> Tensor", pool_direct, _fake_pool)
+step_op = define(
+    f"kda_block_step({_TOKENS}, {_STATES}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    step_direct,
+    _fake_step,
+)
+all_op = define(
+    f"kda_block_all({_TOKENS}, {_STATES}, Tensor? slots, {_NUMBERS}) -> (Tensor, Tensor)", all_direct, _fake_all
+)

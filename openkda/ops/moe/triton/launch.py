@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import define, derive, refuse_derivative
 from openkda.ops.moe.triton.gated import glu_gradient_kernel, glu_kernel
 from openkda.ops.triton.api import ceil_div, launch
 
 BLOCK = 2048
-
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
-_LIBRARY.define("glu(Tensor gate, Tensor up, int kind, float b1, float b2) -> Tensor")
-_LIBRARY.define("glu_backward(Tensor d, Tensor gate, Tensor up, int kind, float b1, float b2) -> (Tensor, Tensor)")
 
 
 def glu(gate: Tensor, up: Tensor, kind: int, b1: float, b2: float) -> Tensor:
@@ -55,17 +52,14 @@ def _backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     return dgate, dup, None, None, None
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError("gated activation: second derivatives are not implemented on a GPU; use float64 for them")
-
-
-for _name, _run, _shape in (("glu", glu, _fake), ("glu_backward", _gradient, _fake_gradient)):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"openkda::{_name}", _shape, lib=_LIBRARY)
-torch.library.register_autograd("openkda::glu", _backward, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd(
-    "openkda::glu_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+glu_op = define("glu(Tensor gate, Tensor up, int kind, float b1, float b2) -> Tensor", glu, _fake)
+glu_backward_op = define(
+    "glu_backward(Tensor d, Tensor gate, Tensor up, int kind, float b1, float b2) -> (Tensor, Tensor)",
+    _gradient,
+    _fake_gradient,
 )
-
-glu_op = torch.ops.openkda.glu.default
-glu_backward_op = torch.ops.openkda.glu_backward.default
+derive(glu_op, _backward, _save)
+refuse_derivative(
+    glu_backward_op,
+    "gated activation: second derivatives are not implemented on a GPU; use float64 for them",
+)

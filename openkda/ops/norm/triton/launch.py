@@ -7,18 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import define, derive, refuse_derivative
 from openkda.ops.norm.api import CALLS
 from openkda.ops.norm.triton.rows import norm_gradient_kernel, norm_kernel
 from openkda.ops.triton.api import ceil_div, launch, padded, record
 
 PROGRAMS = 1024
 """Partial sums of the weight's gradient: enough programs to fill any card, few enough to add in no time."""
-
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
-_LIBRARY.define("rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps) -> Tensor")
-_LIBRARY.define(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor? gate, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -95,12 +90,12 @@ def _fake_gradient(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, e
     )
 
 
-for _name, _run, _fake in (("rms_norm", norm, _fake_norm), ("rms_norm_backward", norm_gradient, _fake_gradient)):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"openkda::{_name}", _fake, lib=_LIBRARY)
-
-norm_op = torch.ops.openkda.rms_norm.default
-backward_op = torch.ops.openkda.rms_norm_backward.default
+norm_op = define("rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps) -> Tensor", norm, _fake_norm)
+backward_op = define(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? gate, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    norm_gradient,
+    _fake_gradient,
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -114,11 +109,5 @@ def _derive(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx, None if gate is None else dgate, dw, None
 
 
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError("rms_norm: second derivatives need impl='reference'")
-
-
-torch.library.register_autograd("openkda::rms_norm", _derive, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd(
-    "openkda::rms_norm_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
-)
+derive(norm_op, _derive, _save)
+refuse_derivative(backward_op, "rms_norm: second derivatives need impl='reference'")

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from openkda.ops.device.api import define, derive, refuse_derivative
 from openkda.ops.short_conv.triton import launch
-
-_LIBRARY = torch.library.Library("openkda", "FRAGMENT")
-_LIBRARY.define("short_conv(Tensor[] x, Tensor[] weight, Tensor[] state, Tensor? cu, bool silu) -> Tensor[]")
-_LIBRARY.define(
-    "short_conv_backward(Tensor[] x, Tensor[] weight, Tensor[] state, Tensor? cu, Tensor?[] dy, Tensor?[] dfinal, bool silu)"
-    " -> Tensor[]"
-)
-_LIBRARY.define("short_conv_step(Tensor x, Tensor weight, Tensor state, bool silu) -> (Tensor, Tensor)")
 
 
 def _conv(x: list[Tensor], weight: list[Tensor], state: list[Tensor], cu: Tensor | None, silu: bool) -> list[Tensor]:
@@ -50,17 +42,18 @@ def _fake_step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Te
     return x.new_empty(x.shape), x.new_empty(state.shape)
 
 
-for _name, _run, _fake in (
-    ("short_conv", _conv, _fake_conv),
-    ("short_conv_backward", _backward, _fake_backward),
-    ("short_conv_step", launch.step, _fake_step),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"openkda::{_name}", _fake, lib=_LIBRARY)
-
-conv_op = torch.ops.openkda.short_conv.default
-backward_op = torch.ops.openkda.short_conv_backward.default
-step_op = torch.ops.openkda.short_conv_step.default
+conv_op = define(
+    "short_conv(Tensor[] x, Tensor[] weight, Tensor[] state, Tensor? cu, bool silu) -> Tensor[]", _conv, _fake_conv
+)
+backward_op = define(
+    "short_conv_backward(Tensor[] x, Tensor[] weight, Tensor[] state, Tensor? cu, Tensor?[] dy, Tensor?[] dfinal, bool silu)"
+    " -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+step_op = define(
+    "short_conv_step(Tensor x, Tensor weight, Tensor state, bool silu) -> (Tensor, Tensor)", launch.step, _fake_step
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -80,16 +73,6 @@ def _derive(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return found[:n], found[n : 2 * n], found[2 * n :], None, None
 
 
-def _refuse_second(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError("short_conv: second derivatives need impl='reference'")
-
-
-def _refuse_step(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError("short_conv_step: the kernel has no derivative; impl='reference' has one")
-
-
-torch.library.register_autograd("openkda::short_conv", _derive, setup_context=_save, lib=_LIBRARY)
-for _name, _rule in (("short_conv_backward", _refuse_second), ("short_conv_step", _refuse_step)):
-    torch.library.register_autograd(
-        f"openkda::{_name}", _rule, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
-    )
+derive(conv_op, _derive, _save)
+refuse_derivative(backward_op, "short_conv: second derivatives need impl='reference'")
+refuse_derivative(step_op, "short_conv_step: the kernel has no derivative; impl='reference' has one")
