@@ -260,6 +260,14 @@ def test_lazily_negated_tensors_are_resolved(log: Log) -> None:
     assert not NORM_CALLS.replays and all(a[0] != x.data_ptr() for _, a in log)
 
 
+def test_lazily_negated_tensors_are_resolved_in_training_too(log: Log) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        q = torch._neg_view(z(1, 40, H, D)).requires_grad_()
+        assert q.is_neg() and q.stride(-1) == 1
+        kda(**prefill(q=q))
+    assert log and all(q.data_ptr() not in arguments for _, arguments in log)
+
+
 def test_watched_calls_are_not_repeated(log: Log) -> None:
     """A dispatch mode sees the registered operator, again and again; gradients are recorded."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from openkda.ops.device.calls import Repeated, call_key, goes_direct, is_watched
+from openkda.ops.device.calls import Repeated, are_plain, call_key, goes_direct, is_watched
 from openkda.ops.device.operators import define, derive, refuse_derivative
 
 __all__ = [
     "Repeated",
+    "are_plain",
     "call_key",
     "choose_module",
     "define",

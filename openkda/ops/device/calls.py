@@ -104,10 +104,13 @@ def goes_direct(*tensors: Tensor | None) -> bool:
     The operator is for those who look at a call from outside: see `is_watched`, and autograd and tensor subclasses. It also
     resolves lazy negation (`torch.imag` of a conjugate), which a kernel would not see.
     """
-    if is_watched():
-        return False
     grad = torch.is_grad_enabled()
-    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad) and not t.is_neg()) for t in tensors)
+    return are_plain(*tensors) and not (grad and any(t is not None and t.requires_grad for t in tensors))
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """`goes_direct` for code that records its own derivative (`torch.autograd.Function`)."""
+    return not is_watched() and all(t is None or (type(t) in _PLAIN and not t.is_neg()) for t in tensors)
 
 
 def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...]) -> Key | None:

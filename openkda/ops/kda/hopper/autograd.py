@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import derive, is_watched
+from openkda.ops.device.api import are_plain, derive
 from openkda.ops.kda.hopper.register import _kda_hopper, kda_hopper_op
-from openkda.ops.kda.triton.autograd import PLAIN, Direct, differentiate
+from openkda.ops.kda.triton.autograd import Direct, differentiate
 
 BOUNDED = 2
 """The gate's number in `triton.launch.Args`."""
@@ -35,7 +35,7 @@ def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]
 def run(*arguments: Any) -> tuple[Tensor, ...]:
     """`kda_hopper_op` on the same arguments, nine tensors first, with its derivative: (o, final)."""
     tensors, options = arguments[:9], arguments[9:]
-    if is_watched() or not all(t is None or type(t) in PLAIN for t in tensors):
+    if not are_plain(*tensors):
         return kda_hopper_op(*arguments)
 
     def forward(*given: Tensor | None) -> tuple[Tensor, ...]:

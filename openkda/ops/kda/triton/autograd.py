@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import define, derive, is_watched, refuse_derivative
+from openkda.ops.device.api import are_plain, define, derive, refuse_derivative
 from openkda.ops.kda.triton.backward import backward
 from openkda.ops.kda.triton.launch import Args, unit_stride
 from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, _kda, kda_op
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _kda_backward(  # type: ignore[no-untyped-def]
@@ -87,7 +85,7 @@ def differentiate(
     if do is None and ds is None and dkept is None:
         return (None,) * 9
     tensors = ctx.saved_tensors
-    direct = not torch.is_grad_enabled() and not is_watched() and type(tensors[0]) in PLAIN
+    direct = not torch.is_grad_enabled() and are_plain(*tensors, do, ds, dkept)
     found = (_kda_backward if direct else kda_backward_op)(*tensors, do, ds, dkept, *ctx.options)
     grads = [g if need else None for g, need in zip(found, _differentiable(needs), strict=True)]
     state = tensors[8]
@@ -109,6 +107,6 @@ refuse_derivative(
 def run(*arguments: Any) -> tuple[Tensor, ...]:
     """`kda_op` on the same arguments, ten tensors first, with its derivative: (o, final, kept)."""
     tensors, options = arguments[:10], arguments[10:]
-    if is_watched() or not all(t is None or type(t) in PLAIN for t in tensors):
+    if not are_plain(*tensors):
         return kda_op(*arguments)
     return Direct.apply(lambda *given: _kda(*given, *options), options, *tensors)  # type: ignore[no-any-return]
