@@ -44,7 +44,7 @@ def kda_block(
     weights: BlockWeights,
     state: BlockState,
     gate: Gate,
-    slots: Int[Tensor, N] | None = None,
+    slots: Int[Tensor, " _n"] | None = None,
     scale: float | None = None,
     keep: str = "last",
     impl: str | None = None,

@@ -81,7 +81,7 @@ def check_state(call: BlockCall) -> None:
         bad("state.recurrent.dtype", " or ".join(map(str, allowed)), s.recurrent.dtype, TypeError)
     if call.slots is not None:
         check_shape("slots", call.slots, (q.shape[0],), "[N]", q)
-        if call.slots.dtype not in (torch.int32, torch.int64):
+        if call.slots.dtype not in _INTS:
             bad("slots.dtype", "int32 or int64", call.slots.dtype, TypeError)
 
 

@@ -24,7 +24,7 @@ def max_logits(
     latent: Float[Tensor, "B T R"],
     kv_b: Float[Tensor, "HD rank"],
     *,
-    cu_seqlens: Int[Tensor, _n1] | None = None,
+    cu_seqlens: Int[Tensor, " _n1"] | None = None,
 ) -> Float[Tensor, " H"]:
     """Largest scaled score q . k of each head over all pairs that causal attention sees, float32 or wider.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.triton.launch import QUICK, Tape, ceil_div, launch, padded, record, steps_of
+from openkda.ops.triton.launch import QUICK, Tape, ceil_div, dense, launch, padded, record, steps_of, unit_stride
 
 __all__ = [
     "FORGOTTEN",
@@ -21,6 +21,7 @@ __all__ = [
     "ceil_div",
     "decay_rate",
     "delta_step",
+    "dense",
     "find_sequence",
     "launch",
     "log2_decay",
@@ -32,6 +33,7 @@ __all__ = [
     "sigmoid",
     "steps_of",
     "unit_length",
+    "unit_stride",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)

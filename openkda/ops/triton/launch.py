@@ -173,6 +173,16 @@ def steps_of(x: Tensor) -> tuple[int, ...]:
     return (0, *s[1:]) if x.shape[0] == 1 else s
 
 
+def unit_stride(x: Tensor) -> Tensor:
+    """The kernels step by one along the last axis; anything else is copied."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def dense(x: Tensor) -> Tensor:
+    """x.contiguous(), which takes a microsecond also where there is nothing to do."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
 def padded(size: int) -> int:
     """The next power of two, at least 16: the smallest side of a tensor-core tile."""
     return 1 << max(4, (size - 1).bit_length())

@@ -77,6 +77,16 @@ def check_packs(device: str, dtype: torch.dtype, lengths: tuple[int, ...] = (0, 
                 assert torch.equal(got[f"d{m}"][:, part], one[f"d{m}"]), f"{m}: a neighbour in the pack was felt"
 
 
+def check_strided_offsets(device: str, dtype: torch.dtype) -> None:
+    """Offsets may be a column of a table: the same bits."""
+    x = make_inputs(1, lengths=(5, 0, 18), H=1, K=16, gate="bounded").to(dtype=dtype, device=device)
+    want, cu = gradients(x, impl="triton"), x.options["cu_seqlens"]
+    column = torch.stack([cu, torch.full_like(cu, 7)], 1)[:, 0]
+    got = gradients(replace(x, options={**x.options, "cu_seqlens": column}), impl="triton")
+    for n in want:
+        assert torch.equal(got[n], want[n]), n
+
+
 def check_upstream(device: str, dtype: torch.dtype) -> None:
     """Upstream gradients as autograd hands them on: the expanded scalar of sum(), a transposed one, slices of one buffer;
     inputs that are slices of a fused projection."""

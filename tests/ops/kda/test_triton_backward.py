@@ -31,8 +31,8 @@ def test_case(i: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        checks.check_packs, checks.check_upstream, checks.check_one_end, checks.check_extreme_gates, checks.check_future,
-        checks.check_refusals,
+        checks.check_packs, checks.check_strided_offsets, checks.check_upstream, checks.check_one_end,
+        checks.check_extreme_gates, checks.check_future, checks.check_refusals,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

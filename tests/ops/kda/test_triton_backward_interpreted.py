@@ -38,7 +38,7 @@ if INTERPRETED:
     @pytest.mark.parametrize(
         "check",
         [
-            checks.check_packs, checks.check_upstream, partial(checks.check_one_end, T=9),
+            checks.check_packs, checks.check_strided_offsets, checks.check_upstream, partial(checks.check_one_end, T=9),
             partial(checks.check_extreme_gates, T=9),
             checks.check_refusals,
         ],

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from openkda.ops.device.api import are_plain, define, derive, refuse_derivative
 from openkda.ops.kda.triton.backward import backward
-from openkda.ops.kda.triton.launch import Args, unit_stride
+from openkda.ops.kda.triton.launch import readable
 from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, _kda, kda_op
+from openkda.ops.triton.api import unit_stride
 
 
 def _kda_backward(  # type: ignore[no-untyped-def]
     q, k, v, g, beta, A_log, dt_bias, cu, state, positions, o, kept, do, ds, dkept, *options
 ) -> tuple[Tensor, ...]:
     gate, bound, scale, l2norm, sigmoid, _, v_first, state_dtype, exact = options
-    a = Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias, cu, state, None, positions,
-        gate, bound, scale, l2norm, sigmoid, True, v_first, state_dtype, exact, False,
+    a = readable(
+        q, k, v, g, beta, A_log, dt_bias, cu, state, None, positions, gate, bound, scale, l2norm, sigmoid, True, v_first,
+        state_dtype, exact, False,
     )  # fmt: skip
     if dkept is not None:
         raise NotImplementedError("gradients through states at chosen positions: use impl='chunkwise'")

@@ -8,6 +8,7 @@ All of them fit 99 KB of shared memory, so there is one table for every card.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -16,7 +17,7 @@ from torch import Tensor
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.recurrent import DENSE, LISTED, recurrent_kernel
 from openkda.ops.kda.triton.scan import scan_kernel
-from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
+from openkda.ops.triton.api import ceil_div, dense, launch, padded, steps_of, unit_stride
 
 CHUNK = 16
 EPS = 1e-6
@@ -69,6 +70,17 @@ class Args:
         return self.q.shape[0] if self.cu is None else self.cu.numel() - 1
 
 
+def readable(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    cu: Tensor | None, state: Tensor | None, index: Tensor | None, positions: Tensor | None, *options: Any,
+) -> Args:  # fmt: skip
+    """`Args` of a call's own tensors, copied where the kernels could not step through them."""
+    return Args(
+        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
+        packed(cu), state, packed(index), packed(positions), *options,
+    )  # fmt: skip
+
+
 def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
     """(sequence, head, K, V) strides of a state tensor."""
     if state is None:
@@ -83,14 +95,9 @@ def new_states(a: Args, rows: int) -> Tensor:
     return torch.empty((rows, HV, *tail), dtype=a.state_dtype, device=a.q.device)
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """The kernels step by one along the last axis; anything else is copied."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def packed(x: Tensor | None) -> Tensor | None:
     """Offsets and slots may be a column of a table."""
-    return x if x is None or x.is_contiguous() else x.contiguous()
+    return None if x is None else dense(x)
 
 
 def forward(a: Args, workspaces: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:

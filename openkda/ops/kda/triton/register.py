@@ -10,8 +10,8 @@ from torch import Tensor
 
 from openkda.ops.device.api import define
 from openkda.ops.kda.call import CALLS, TENSORS, KDACall, KDAOutput, Replay
-from openkda.ops.kda.triton.launch import Args, forward, new_states, packed, unit_stride
-from openkda.ops.triton.api import Tape, record
+from openkda.ops.kda.triton.launch import Args, forward, new_states, readable
+from openkda.ops.triton.api import Tape, dense, record
 
 STATE = TENSORS.index("initial_state")
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu"
@@ -20,10 +20,9 @@ _OPTIONS = "int gate, float bound, float scale, bool l2norm, bool sigmoid, bool 
 
 def _kda(q, k, v, g, beta, A_log, dt_bias, cu, state, positions, gate, bound, scale, l2norm, sigmoid, want_state, v_first,
          state_dtype, exact):  # fmt: skip
-    a = Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
-        packed(cu), state, None, packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first,
-        state_dtype, exact, False,
+    a = readable(
+        q, k, v, g, beta, A_log, dt_bias, cu, state, None, positions, gate, bound, scale, l2norm, sigmoid, want_state,
+        v_first, state_dtype, exact, False,
     )  # fmt: skip
     o, final, kept = forward(a)
     empty = o.new_empty(0)
@@ -32,10 +31,9 @@ def _kda(q, k, v, g, beta, A_log, dt_bias, cu, state, positions, gate, bound, sc
 
 def _kda_pool(q, k, v, g, beta, A_log, dt_bias, cu, pool, index, positions, gate, bound, scale, l2norm, sigmoid,
               want_state, v_first, exact, skip):  # fmt: skip
-    a = Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
-        packed(cu), pool, packed(index), packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first,
-        pool.dtype, exact, skip,
+    a = readable(
+        q, k, v, g, beta, A_log, dt_bias, cu, pool, index, positions, gate, bound, scale, l2norm, sigmoid, want_state,
+        v_first, pool.dtype, exact, skip,
     )  # fmt: skip
     o, _, kept = forward(a)
     return o, o.new_empty(0) if kept is None else kept
@@ -80,10 +78,9 @@ kda_pool_op = define(
 def run_direct(call: KDACall, q, k, v, g, beta, A_log, dt_bias, cu, state, index, positions, gate, bound, scale, l2norm,
                sigmoid, want_state, v_first, state_dtype, exact, skip):  # fmt: skip
     """The forward without the operator: (output, final states or the pool or None, states at positions or None)."""
-    a = Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
-        packed(cu), state, packed(index), packed(positions), gate, bound, scale, l2norm, sigmoid, want_state, v_first,
-        state_dtype, exact, skip,
+    a = readable(
+        q, k, v, g, beta, A_log, dt_bias, cu, state, index, positions, gate, bound, scale, l2norm, sigmoid, want_state,
+        v_first, state_dtype, exact, skip,
     )  # fmt: skip
     if call.key is None or positions is not None:
         return forward(a)
@@ -140,4 +137,4 @@ def _flat(t: Tensor | None) -> Tensor | None:
         t = t.reshape(-1)
     if t.dtype != torch.float32:
         t = t.to(torch.float32)
-    return t if t.is_contiguous() else t.contiguous()
+    return dense(t)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openkda.ops.device.api import define, goes_direct
 from openkda.ops.kda_block.call import BlockState
-from openkda.ops.triton.api import launch, padded
+from openkda.ops.triton.api import launch, padded, unit_stride
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _keep(
         raise ValueError(
             f"state.recurrent: expected a pool whose last axis has stride 1, received strides {state.recurrent.stride()}"
         )
-    q, k, v, states = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, states))
+    q, k, v, states = (unit_stride(x) for x in (q, k, v, states))
     if N and T:
         steps = (
             *states.stride()[:4], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *state.recurrent.stride()[:3],

@@ -10,7 +10,7 @@ from torch import Tensor
 from openkda.ops.device.api import define
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState
 from openkda.ops.kda_block.triton.step import block_kernel
-from openkda.ops.triton.api import launch, padded, record
+from openkda.ops.triton.api import launch, padded, record, unit_stride
 
 EPS = 1e-6
 MOST_FOR_4_WARPS = 128 * 128  # entries of a state: 128 registers a thread
@@ -31,8 +31,8 @@ def _launch(
     V, H = og.shape[3], q.shape[2] // K
     y = v.new_empty(N, T, HV, V)
     BK, BV = padded(K), padded(V)
-    q, k, v, g, og = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g, og))
-    old, new = ((x if x[0].stride(-1) == 1 else (x[0].contiguous(), *x[1:])) for x in (old, new))
+    q, k, v, g, og = (unit_stride(x) for x in (q, k, v, g, og))
+    old, new = ((unit_stride(x[0]), *x[1:]) for x in (old, new))
     if N:
         tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new, states)
         steps = (

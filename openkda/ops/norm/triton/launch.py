@@ -10,7 +10,7 @@ from torch import Tensor
 from openkda.ops.device.api import define, derive, refuse_derivative
 from openkda.ops.norm.api import CALLS
 from openkda.ops.norm.triton.rows import norm_gradient_kernel, norm_kernel
-from openkda.ops.triton.api import ceil_div, launch, padded, record
+from openkda.ops.triton.api import ceil_div, launch, padded, record, unit_stride
 
 PROGRAMS = 1024
 """Partial sums of the weight's gradient: enough programs to fill any card, few enough to add in no time."""
@@ -68,8 +68,7 @@ def norm_gradient(
 
 
 def _rows(x: Tensor) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
+    return unit_stride(x.reshape(-1, x.shape[-1]))
 
 
 def _tile(D: int) -> tuple[int, int, int]:

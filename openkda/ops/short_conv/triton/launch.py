@@ -11,7 +11,7 @@ from torch import Tensor
 from openkda.ops.short_conv.api import CALLS
 from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel
 from openkda.ops.short_conv.triton.gradient import conv_gradient_kernel
-from openkda.ops.triton.api import QUICK, ceil_div, launch, record
+from openkda.ops.triton.api import QUICK, ceil_div, dense, launch, record, unit_stride
 
 BT, BD, STEP, WARPS, STAGES = 64, 512, 8, 4, 1
 GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, GRADIENT_WARPS = 64, 256, 2, 4
@@ -47,14 +47,14 @@ def conv(
     for i, x in enumerate(xs):
         x = unit_stride(x)
         state = states[i] if states else None
-        tensors += (x, contiguous(weights[i]), state, ys[i], windows[i])
+        tensors += (x, dense(weights[i]), state, ys[i], windows[i])
         steps += (*x.stride()[:2], *((0, 0, 0) if state is None else state.stride()), x.shape[2])
     count = len(xs)
     blocks = sum(ceil_div(x.shape[2], bd) for x in xs)
     if slots and blocks:
         launch(
             conv_kernel, slots * blocks,
-            (*tensors, *(None,) * (5 * (3 - count)), None if cu is None else contiguous(cu)),
+            (*tensors, *(None,) * (5 * (3 - count)), None if cu is None else dense(cu)),
             (*steps, *(0,) * (6 * (3 - count))), (T, N),
             (bt, bd, step, count, W, cu is not None, bool(states), silu, QUICK, stages), warps, device,
         )  # fmt: skip
@@ -115,7 +115,7 @@ def conv_gradient(
         if has_final and df is None:
             df = torch.zeros((N, D, W - 1), dtype=dtype, device=device)
         tensors += (
-            x, contiguous(weights[i]), state, dy, df, dxs[i], dstates[i] if states else None, partial[i],
+            x, dense(weights[i]), state, dy, df, dxs[i], dstates[i] if states else None, partial[i],
         )  # fmt: skip
         steps += (
             *x.stride()[:2], *((0, 0, 0) if state is None else state.stride()), *dy.stride()[:2],
@@ -126,7 +126,7 @@ def conv_gradient(
     if groups and blocks:
         launch(
             conv_gradient_kernel, groups * blocks,
-            (*tensors, *(None,) * (8 * (3 - count)), None if cu is None else contiguous(cu)),
+            (*tensors, *(None,) * (8 * (3 - count)), None if cu is None else dense(cu)),
             (*steps, *(0,) * (11 * (3 - count))), (T, N, slots, group),
             (GRADIENT_BT, GRADIENT_BD, GRADIENT_STEP, count, W, cu is not None, bool(states), has_final, silu, QUICK),
             GRADIENT_WARPS, device,
@@ -137,18 +137,10 @@ def conv_gradient(
 
 def step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
     """One token: (y [N, D], new window [N, D, W - 1])."""
-    x, weight = unit_stride(x), contiguous(weight)
+    x, weight = unit_stride(x), dense(weight)
     N, D = x.shape
     y, new = x.new_empty(N, D), x.new_empty(state.shape)
     if N and D:
         tensors, steps = (x, weight, state, y, new), (x.stride(0), *state.stride(), D)
         launch(step_kernel, N * ceil_div(D, 256), tensors, steps, (), (256, weight.shape[1], silu), 4, x.device)
     return y, new
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
