@@ -59,10 +59,20 @@ class Repeated:
             self._latest[kind] = key, guard_of(tensors) if key == before else None
         return key, again
 
-    def keep(self, key: Key, module: ModuleType) -> None:
-        if len(self.modules) >= self._most:
-            self.forget()
-        self.modules[key] = module
+    def module(self, key: Key | None, choose: Callable[[], ModuleType]) -> ModuleType:
+        """The implementation of a call: `choose()`, which also checks the call, once for all calls of one key."""
+        known = None if key is None else self.modules.get(key)
+        if known is None:
+            known = choose()
+            if key is not None:
+                if len(self.modules) >= self._most:
+                    self.forget()
+                self.modules[key] = known
+        return known
+
+    def seen(self, key: Key | None) -> Key | None:
+        """The key, from the second call on that has it."""
+        return key if key in self.modules else None
 
     def forget(self) -> None:
         """As if no call had been seen."""

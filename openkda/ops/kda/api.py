@@ -12,7 +12,6 @@ Source: Kimi Linear report (arXiv 2510.26692) eq. 1; Kimi K3 report, section 2.1
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -118,9 +117,9 @@ def kda(
         initial_state, output_final_state, cu_seqlens, use_qk_l2norm, use_beta_sigmoid,
         state_indices, state_positions, state_v_first,
         _default_state_dtype(q) if state_dtype is None else state_dtype,
-        key if key in CALLS.modules else None,
+        CALLS.seen(key),
     )  # fmt: skip
-    return _checked(call, key, validate, check_inputs, impl).run(call)
+    return CALLS.module(key, lambda: _choose(validate(call, check_inputs), impl)).run(call)
 
 
 def kda_step(
@@ -164,26 +163,9 @@ def kda_step(
         q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), g.unsqueeze(1), beta.unsqueeze(1), gate,
         _default_scale(q) if scale is None else scale,
         state, True, None, use_qk_l2norm, use_beta_sigmoid, state_indices, None, state_v_first, state.dtype,
-        key if key in CALLS.modules else None,
+        CALLS.seen(key),
     )  # fmt: skip
-    return _checked(call, key, validate_step, check_inputs, impl).step(call)
-
-
-def _checked(
-    call: KDACall,
-    key: tuple[object, ...] | None,
-    check: Callable[[KDACall, bool], KDACall],
-    check_inputs: bool,
-    impl: str | None,
-) -> ModuleType:
-    """The implementation's module, after validation; both once for all calls of one key."""
-    module = None if key is None else CALLS.modules.get(key)
-    if module is None:
-        check(call, check_inputs)
-        module = _choose(call, impl)
-        if key is not None:
-            CALLS.keep(key, module)
-    return module
+    return CALLS.module(key, lambda: _choose(validate_step(call, check_inputs), impl)).step(call)
 
 
 def _default_scale(q: Tensor) -> float:

@@ -76,16 +76,9 @@ def kda_block(
         bad("keep", "'last' or 'all'", repr(keep))
     call = BlockCall(
         q, k, v, g, beta, out_gate, weights, state, slots, gate, g.shape[-1] ** -0.5 if scale is None else scale,
-        keep == "all", key if key in CALLS.modules else None,
+        keep == "all", CALLS.seen(key),
     )  # fmt: skip
-    module = None if key is None else CALLS.modules.get(key)
-    if module is None:
-        check_tokens(call)
-        check_state(call)
-        module = _choose(call, impl)
-        if key is not None:
-            CALLS.keep(key, module)
-    return module.run(call)
+    return CALLS.module(key, lambda: _checked(call, impl)).run(call)
 
 
 def _tensors(
@@ -115,6 +108,12 @@ def _module(name: str) -> ModuleType:
     from openkda.ops.kda_block import reference
 
     return reference
+
+
+def _checked(call: BlockCall, impl: str | None) -> ModuleType:
+    check_tokens(call)
+    check_state(call)
+    return _choose(call, impl)
 
 
 def _choose(call: BlockCall, impl: str | None) -> ModuleType:

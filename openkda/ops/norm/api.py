@@ -46,11 +46,8 @@ def rms_norm(
     y = None if again is None else again((x, None, weight))
     if y is not None:
         return y
-    module = None if key is None else CALLS.modules.get(key)
-    if module is not None:
-        return module.rms_norm(x, weight, eps, key)
-    _check(x, weight, eps)
-    return _choose(x, impl, key).rms_norm(x, weight, eps, None)
+    seen = CALLS.seen(key)
+    return CALLS.module(key, lambda: _checked(x, (), weight, eps, impl)).rms_norm(x, weight, eps, seen)
 
 
 def gated_rms_norm(
@@ -72,16 +69,9 @@ def gated_rms_norm(
     y = None if again is None else again((x, gate, weight))
     if y is not None:
         return y
-    module = None if key is None else CALLS.modules.get(key)
-    if module is not None:
-        return module.gated_rms_norm(x, gate, weight, eps, key)
-    _check(x, weight, eps)
-    _check_float("gate", gate)
-    if gate.shape != x.shape:
-        raise ValueError(f"gate.shape: expected {list(x.shape)} (that of x), received {list(gate.shape)}")
-    if gate.device != x.device:
-        raise ValueError(f"gate.device: expected {x.device} (that of x), received {gate.device}")
-    return _choose(x, impl, key).gated_rms_norm(x, gate, weight, eps, None)
+    seen = CALLS.seen(key)
+    module = CALLS.module(key, lambda: _checked(x, (gate,), weight, eps, impl))
+    return module.gated_rms_norm(x, gate, weight, eps, seen)
 
 
 def l2norm(x: Float[Tensor, "... K"]) -> Float[Tensor, "... K"]:
@@ -98,7 +88,7 @@ def _check_float(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}.dtype: expected float16, bfloat16, float32 or float64, received {t.dtype}")
 
 
-def _check(x: Tensor, weight: Tensor, eps: float) -> None:
+def _checked(x: Tensor, gates: tuple[Tensor, ...], weight: Tensor, eps: float, impl: str | None) -> ModuleType:
     _check_float("x", x)
     _check_float("weight", weight)
     if x.dim() < 1 or weight.shape != x.shape[-1:]:
@@ -107,13 +97,13 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
         raise ValueError(f"weight.device: expected {x.device} (that of x), received {weight.device}")
     if not 0 <= eps < math.inf:  # in a graph eps may be a symbol, which math.isfinite cannot take
         raise ValueError(f"eps: expected a finite number >= 0, received {eps}")
-
-
-def _choose(x: Tensor, impl: str | None, key: tuple[object, ...] | None) -> ModuleType:
-    module = choose_module("norm", IMPLEMENTATIONS, impl, x, _module)
-    if key is not None:
-        CALLS.keep(key, module)
-    return module
+    for gate in gates:
+        _check_float("gate", gate)
+        if gate.shape != x.shape:
+            raise ValueError(f"gate.shape: expected {list(x.shape)} (that of x), received {list(gate.shape)}")
+        if gate.device != x.device:
+            raise ValueError(f"gate.device: expected {x.device} (that of x), received {gate.device}")
+    return choose_module("norm", IMPLEMENTATIONS, impl, x, _module)
 
 
 def _module(name: str) -> ModuleType:

@@ -89,15 +89,10 @@ def short_convs(
     if done is not None:
         return done
     states = [] if initial_states is None else list(initial_states)
-    module = None if key is None else CALLS.modules.get(key)
-    if module is not None:
-        ys, finals = module.run(list(xs), list(weights), states, cu_seqlens, activation, (key, output_final_state))
-        return ys, finals if output_final_state else None
-    _check_call(xs, weights, initial_states, cu_seqlens, activation)
-    module = choose_module("short_conv", IMPLEMENTATIONS, impl, xs[0], _module)
-    if key is not None:
-        CALLS.keep(key, module)
-    ys, finals = module.run(list(xs), list(weights), states, cu_seqlens, activation, None)
+    seen = CALLS.seen(key)
+    module = CALLS.module(key, lambda: _checked(xs, weights, initial_states, cu_seqlens, activation, impl))
+    repeated = None if seen is None else (seen, output_final_state)
+    ys, finals = module.run(list(xs), list(weights), states, cu_seqlens, activation, repeated)
     return ys, finals if output_final_state else None
 
 
@@ -122,9 +117,10 @@ def short_conv_step(
     return choose_module("short_conv", names, impl, x, _module).step(x, weight, state, activation)
 
 
-def _check_call(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor] | None, cu: Tensor | None, activation: str | None
-) -> None:  # fmt: skip
+def _checked(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor] | None, cu: Tensor | None,
+    activation: str | None, impl: str | None,
+) -> ModuleType:  # fmt: skip
     _check_lists(xs, weights, states)
     x = xs[0]
     for i, (t, w) in enumerate(zip(xs, weights, strict=True)):
@@ -139,6 +135,7 @@ def _check_call(
     N = check_cu_seqlens(cu, x.shape[0], x.shape[1])
     for t, w, state in zip(xs, weights, states or (), strict=False):
         _check_state("initial_state", state, t, (N, t.shape[2], w.shape[1] - 1))
+    return choose_module("short_conv", IMPLEMENTATIONS, impl, x, _module)
 
 
 def _check_lists(xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor] | None) -> None:
