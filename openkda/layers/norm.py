@@ -13,6 +13,8 @@ from openkda.ops.norm.api import gated_rms_norm, rms_norm
 class RMSNorm(nn.Module):
     """y = cast(x / sqrt(mean(x^2) + eps)) * weight over the last axis; float32 inside.
 
+    The weight follows the model's dtype: published checkpoints store every norm of this kind in bfloat16 (of the norms, o_norm
+    alone is float32), and it multiplies what is already cast to that dtype.
     Under autocast a float32 result is cast to autocast's dtype: matrices read it, and each of the six of a KDA layer would make
     a copy of its own, and a float32 gradient for the sum of six.
     """

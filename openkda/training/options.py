@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from openkda.models.config import ModelConfig
+from openkda.models.field_types import check_types
 from openkda.models.presets import named_config
 
 # What may change when a run is continued: nothing that decides which numbers a step computes, except its length.
@@ -25,7 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """A training run. Raises ValueError for impossible values, showing expected and received.
+    """A training run. Raises ValueError for values of another type than their field's and for impossible ones, showing expected
+    and received. Paths may be `pathlib` ones, too.
 
     One step trains on `batch_size` sequences of `seq_len` tokens, in `accumulate` equal parts whose gradients add up.
     A run ends after `steps`, or after `max_seconds` (validation and checkpoints on the way included) if that comes
@@ -72,11 +74,13 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in ("data", "val_data"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(map(str, value)))
-        object.__setattr__(self, "out", str(self.out))
-        if not isinstance(self.model, Mapping):
-            _bad("model", "fields of a model config", repr(self.model))
+            value = _text(getattr(self, name))
+            paths = (value,) if isinstance(value, str) else value
+            if isinstance(paths, list | tuple):
+                object.__setattr__(self, name, tuple(map(_text, paths)))
+        for name in ("out", "preset", "tokenizer"):
+            object.__setattr__(self, name, _text(getattr(self, name)))
+        check_types(self, "training options", largest=1 << 63)
         model = {k: tuple(v) if isinstance(v, list) else v for k, v in self.model.items()}  # as JSON gives it back
         object.__setattr__(self, "model", model)
         _check(self)
@@ -182,6 +186,11 @@ def total_memory(device: torch.device) -> int | None:
     return None
 
 
+def _text(value: Any) -> Any:
+    """A path as the string that JSON can hold; anything else as it is, for the check of types."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _bad(name: str, expected: object, received: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, received {received}")
 
@@ -189,9 +198,8 @@ def _bad(name: str, expected: object, received: object) -> NoReturn:
 def _check(o: TrainOptions) -> None:
     for name in ("seq_len", "batch_size", "accumulate", "steps", "log_every", "val_every", "val_tokens",
                  "checkpoint_every", "keep"):  # fmt: skip
-        value = getattr(o, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            _bad(name, "a positive integer", repr(value))
+        if getattr(o, name) < 1:
+            _bad(name, "a positive integer", getattr(o, name))
     if o.batch_size * o.seq_len >= 1 << 40:  # 2^40 token ids are 8 TB: a slip of the keyboard, not a batch
         _bad("batch_size * seq_len", "fewer than 2^40 tokens a step", o.batch_size * o.seq_len)
     if o.batch_size % o.accumulate:
@@ -202,11 +210,11 @@ def _check(o: TrainOptions) -> None:
     if not o.val_data and o.val_fraction == 0.0:
         _bad("val_fraction", "a value in (0, 1), or val_data", 0.0)
     for name in ("lr", "grad_clip"):
-        if not 0.0 < getattr(o, name) < float("inf"):
+        if not getattr(o, name) > 0.0:
             _bad(name, "a positive number", getattr(o, name))
-    if not 0.0 <= o.weight_decay < float("inf"):
+    if o.weight_decay < 0.0:
         _bad("weight_decay", "0 or more", o.weight_decay)
-    if o.qk_clip is not None and not 0.0 < o.qk_clip < float("inf"):
+    if o.qk_clip is not None and not o.qk_clip > 0.0:
         _bad("qk_clip", "a positive number or none", o.qk_clip)
     if o.max_seconds is not None and not o.max_seconds > 0:
         _bad("max_seconds", "a positive number or none", o.max_seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +79,31 @@ def test_bad_settings(settings: list[str], error: str) -> None:
 def test_impossible_options(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"expected .*received"):
         TrainOptions(**({"data": ("x",), "out": "y"} | {field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("lr", "1e-2", "a finite number"), ("lr", True, "a finite number"), ("lr_end", None, "a finite number"),
+        ("max_seconds", "60", "a finite number or null"), ("max_seconds", float("inf"), "a finite number or null"),
+        ("steps", "12", "an integer below 2^63"), ("seed", 1.0, "an integer below 2^63"), ("steps", 1 << 63, "below 2^63"),
+        ("recompute", 1, "true or false"), ("per_head_muon", "no", "true or false"), ("device", None, "a string"),
+        ("device", torch.device("cpu"), "a string"), ("dtype", torch.bfloat16, "a string"), ("preset", {}, "a string"),
+        ("tokenizer", 5, "a string"), ("out", None, "a string"), ("out", b"runs", "a string"),
+        ("data", None, "a list, each a string"), ("data", 5, "a list, each a string"), ("data", (b"x",), "each a string"),
+        ("data", {"x": 1}, "a list, each a string"), ("val_data", ("x", 1), "a list, each a string"),
+        ("model", None, "a mapping"), ("model", [("hidden_size", 64)], "a mapping"), ("qk_clip", "off", "number or null"),
+    ],
+)  # fmt: skip
+def test_values_of_another_type_are_refused(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"training options: {field}: expected .*{re.escape(expected)}, received "):
+        TrainOptions(**({"data": ("x",), "out": "y"} | {field: value}))
+
+
+def test_paths_become_strings() -> None:
+    got = TrainOptions(data=Path("a"), val_data=[Path("b"), "c"], out=Path("y"), preset=Path("p.json"), lr=1)  # type: ignore[arg-type]
+    assert (got.data, got.val_data, got.out, got.preset) == (("a",), ("b", "c"), "y", "p.json")
+    assert json.loads(json.dumps(got.to_dict()))["lr"] == 1
 
 
 def test_options_go_round() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openkda.ops.device.api import autocast_dtype
 from openkda.ops.moe.activation import GLU
 from openkda.ops.mx.api import ScaleRule, fake_quantize, unpack_mxfp4
 
@@ -124,16 +125,11 @@ def grouped_linear(x: Tensor, w: Tensor, ends: Tensor, impl: str | None) -> Tens
     return torch.cat(parts) if parts else x @ w[0].T
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def expert_mlp(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
     activation: GLU, quantize: ScaleRule | None, impl: str | None,
 ) -> Tensor:  # fmt: skip
-    dtype = _compute_dtype(x)
+    dtype = autocast_dtype(x) or x.dtype
     x, w1, w3, w2 = (t.to(dtype) for t in (x, w1, w3, w2))
     if quantize is not None:
         w1, w3, w2 = (fake_quantize(w, "mxfp4", scale_rule=quantize) for w in (w1, w3, w2))
@@ -165,7 +161,7 @@ Packed = tuple[Tensor, Tensor]
 def packed_expert_mlp(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Packed, w3: Packed, w2: Packed, activation: GLU
 ) -> Tensor:
-    dtype = _compute_dtype(x)
+    dtype = autocast_dtype(x) or x.dtype
     x = x.to(dtype)
     if x.is_cuda and experts.numel() <= GATHER_LIMIT:
         rows = x.repeat_interleave(experts.shape[1], 0).unsqueeze(-1)

@@ -203,6 +203,18 @@ def test_autocast_computes_experts_in_its_dtype() -> None:
     check_close("y", y, expert_mlp(leaves[0], experts, weights, *leaves[1:], activation=SiTUGLU()), 0.02)
 
 
+def test_autocast_leaves_float64_as_torch_does() -> None:
+    leaves, experts, weights = make()
+    packed = PackedExperts(*(pack_mxfp4(w.detach()) for w in (leaves[1], leaves[3], leaves[2])))
+    for call in (
+        lambda: expert_mlp(leaves[0], experts, weights, *leaves[1:], activation=SwiGLU()),
+        lambda: packed_expert_mlp(leaves[0], experts, weights, packed, activation=SwiGLU()),
+    ):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = call()
+        assert y.dtype == torch.float64 and torch.equal(y, call())
+
+
 def test_refusals() -> None:
     leaves, experts, weights = make(dtype=torch.float32)
     x, w1, w3, w2 = leaves
