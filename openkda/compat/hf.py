@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -34,12 +35,50 @@ MODELS = ("kimi_linear", "glm5_next", "bailing_hybrid")
 _originals: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
+class _Wanted:
+    """Who wants the functions replaced: `patch()` itself, and so many open blocks of `patched()` in all threads."""
+
+    lock = threading.RLock()
+    asked = False
+    blocks = 0
+
+
 def patch() -> tuple[str, ...]:
     """Replace the functions in every model of MODELS that is installed; returns their names. Again is harmless.
 
-    Models built before and after are both affected: the functions are looked up at each call.
+    Models built before and after are both affected: the functions are looked up at each call, in every thread.
     Raises: ImportError without transformers, or with one that has none of these models.
     """
+    with _Wanted.lock:
+        names = _install()
+        _Wanted.asked = True
+    return names
+
+
+def unpatch() -> None:
+    """Put every original function back; where blocks of `patched()` are open, when the last of them ends. Harmless without a
+    patch."""
+    with _Wanted.lock:
+        _Wanted.asked = False
+        _put_back_unwanted()
+
+
+@contextmanager
+def patched() -> Iterator[tuple[str, ...]]:
+    """`patch()` for a block. Inside an outer patch it changes nothing, neither on entry nor on exit. Blocks of several threads
+    may overlap: the functions, which all threads share, are put back when the last one ends."""
+    with _Wanted.lock:
+        names = _install()
+        _Wanted.blocks += 1
+    try:
+        yield names
+    finally:
+        with _Wanted.lock:
+            _Wanted.blocks -= 1
+            _put_back_unwanted()
+
+
+def _install() -> tuple[str, ...]:
     found = _modules()
     if not found:
         version = importlib.import_module("transformers").__version__
@@ -57,25 +96,12 @@ def patch() -> tuple[str, ...]:
     return tuple(found)
 
 
-def unpatch() -> None:
-    """Put every original function back. Harmless without a patch."""
-    while _originals:
+def _put_back_unwanted() -> None:
+    while _originals and not _Wanted.asked and not _Wanted.blocks:
         (module, name), original = _originals.popitem()
         where, _, attribute = name.rpartition(".")
         found = importlib.import_module(module)
         setattr(getattr(found, where) if where else found, attribute, original)
-
-
-@contextmanager
-def patched() -> Iterator[tuple[str, ...]]:
-    """`patch()` for a block. Inside an outer patch it changes nothing, neither on entry nor on exit."""
-    outer = bool(_originals)
-    names = patch()
-    try:
-        yield names
-    finally:
-        if not outer:
-            unpatch()
 
 
 def _modules() -> dict[str, ModuleType]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import importlib
 import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -200,6 +202,45 @@ def test_an_error_inside_the_block_still_puts_back() -> None:
     before = getattr(MODULES[0], NAMES[0])
     with pytest.raises(RuntimeError, match="inside"), hf.patched():
         raise RuntimeError("inside")
+    assert getattr(MODULES[0], NAMES[0]) is before
+
+
+def test_blocks_that_overlap_in_threads_do_not_undo_each_other() -> None:
+    before = getattr(MODULES[0], NAMES[0])
+    inside, leave = threading.Event(), threading.Event()
+
+    def long_block() -> None:
+        with hf.patched():
+            inside.set()
+            assert leave.wait(20)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with hf.patched():
+            other = pool.submit(long_block)
+            assert inside.wait(20)
+        assert getattr(MODULES[0], NAMES[0]) is not before, "the other thread is still in its block"
+        hf.unpatch()
+        assert getattr(MODULES[0], NAMES[0]) is not before, "nor may this take it away"
+        hf.patch()
+        leave.set()
+        other.result(20)
+    assert getattr(MODULES[0], NAMES[0]) is not before, "patch() outlasts the blocks"
+    hf.unpatch()
+    assert getattr(MODULES[0], NAMES[0]) is before
+
+
+def test_many_threads_enter_and_leave() -> None:
+    before = getattr(MODULES[0], NAMES[0])
+
+    def often(_: int) -> bool:
+        seen = []
+        for _ in range(50):
+            with hf.patched():
+                seen.append(getattr(MODULES[0], NAMES[0]) is not before)
+        return all(seen)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(often, range(8)))
     assert getattr(MODULES[0], NAMES[0]) is before
 
 
