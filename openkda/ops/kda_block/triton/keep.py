@@ -60,8 +60,8 @@ def keep_kernel(
         all_p + n * san + (count - 1).to(tl.int64) * sat + h * sah + c[:, None] * sak + x[None, :], m, other=0.0
     )
     tl.store(s_p + place * ssn + h * ssh + c[:, None] * ssk + x[None, :], S.to(s_p.dtype.element_ty), m)
-    d = h * V + x
-    _move(v_p + n * svn + d, svt, cv_p + place * cvn + d * cvd, cvw, count, m_v, W)
+    own = h * V + x
+    _move(v_p + n * svn + own, svt, cv_p + place * cvn + own * cvd, cvw, count, m_v, W)
     if h % GROUP == 0:
         d = h // GROUP * K + c
         _move(q_p + n * sqn + d, sqt, cq_p + place * cqn + d * cqd, cqw, count, m_k, W)

@@ -15,8 +15,8 @@ from openkda.ops.triton.api import decay_rate, delta_step, log2_decay, sigmoid, 
 @triton.jit
 def _window(p, stride_w, mask, W: tl.constexpr):
     """The last three inputs before the first token, oldest first (zeros where W is smaller)."""
-    a = tl.zeros(mask.shape, tl.float32)
-    b = a
+    a = tl.zeros(mask.shape, tl.float32)  # two zeros: see the loop in short_conv/triton/gradient.py
+    b = tl.zeros(mask.shape, tl.float32)
     if W == 4:
         a = tl.load(p, mask, other=0.0).to(tl.float32)
     if W >= 3:

@@ -42,8 +42,8 @@ def _before(x_p, s_p, sxt, ssw, at, mask, W: tl.constexpr, HAS_S: tl.constexpr):
 @triton.jit
 def window(x_p, s_p, sxt, ssw, first, mask, BD: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr):
     """The three inputs in front of token `first`, oldest first; zeros for what W lacks."""
-    a = tl.zeros([BD], tl.float32)
-    b = a
+    a = tl.zeros([BD], tl.float32)  # two zeros: see the loop in gradient.py
+    b = tl.zeros([BD], tl.float32)
     if W == 4:
         a = _before(x_p, s_p, sxt, ssw, first - 3, mask, W, HAS_S)
     if W >= 3:

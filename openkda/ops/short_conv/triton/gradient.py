@@ -42,7 +42,7 @@ def _block(
     x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
     sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr,
-    SILU: tl.constexpr, QUICK: tl.constexpr,
+    SILU: tl.constexpr, QUICK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes dx of the block's tokens, and with its sequence's first block ds; returns dw's sums with this block added."""
     x_p += batch * sxb + start * sxt + d
@@ -56,13 +56,15 @@ def _block(
         p_f = f_p + n * sfn + d * sfd
     a, b, c = window(x_p, old, sxt, ssw, first, m, BD, W, HAS_S)
     stop = tl.minimum(first + BT, length)
+    # Three zeros, not three names of one: Triton 3.6 takes a name that ends a loop's body as what another one was before the
+    # loop for unchanged when both were the same value then, so ua would stay zero with two tokens a step.
     ua = tl.zeros([BD], tl.float32)
-    ub = ua
-    uc = ua
+    ub = tl.zeros([BD], tl.float32)
+    uc = tl.zeros([BD], tl.float32)
     p_x = x_p + first.to(tl.int64) * sxt
     p_g = g_p + batch * sgb + (start + first) * sgt + d
     p_dx = dx_p + (batch * T + start + first - 3) * D + d
-    for t in range(first, stop, STEP):
+    for t in tl.range(first, stop, STEP, num_stages=STAGES):
         for j in tl.static_range(STEP):
             x, u = _token(p_x, p_g, p_f, p_dx, p_ds, sfw, a, b, c, ua, ub, uc, wa, wb, wc, wx, t + j, first, stop, length, m,
                           W, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
@@ -95,23 +97,23 @@ def _walk(
     x_p, w_p, s_p, g_p, f_p, dx_p, ds_p, dw_p, sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D,
     block, group, cu_p, T, N, slots, GROUP,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr,
-    HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
+    HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP consecutive blocks of tokens, BD channels of one tensor: their sum of dw goes to row `group` of dw_p [., 4, D]."""
     d = block * BD + tl.arange(0, BD)
     m = d < D
     wa, wb, wc, wx = taps(w_p, d, m, W)
     pa = tl.zeros([BD], tl.float32)
-    pb = pa
-    pc = pa
-    px = pa
+    pb = tl.zeros([BD], tl.float32)
+    pc = tl.zeros([BD], tl.float32)
+    px = tl.zeros([BD], tl.float32)
     for slot in range(group * GROUP, tl.minimum(group * GROUP + GROUP, slots)):
         n, batch, start, length, first = locate(slot, cu_p, T, N, BT, PACKED)
         if (first < length) | (first == 0):
             pa, pb, pc, px = _block(
                 x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
                 sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
-                BT, BD, STEP, W, HAS_S, HAS_F, SILU, QUICK,
+                BT, BD, STEP, W, HAS_S, HAS_F, SILU, QUICK, STAGES,
             )  # fmt: skip
     p = dw_p + group.to(tl.int64) * 4 * D + d
     tl.store(p, pa, m)
@@ -128,6 +130,7 @@ def conv_gradient_kernel(
     xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw, DC, T, N, slots, GROUP,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
     PACKED: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program GROUP blocks of BT tokens and BD channels of one of COUNT tensors. dx [B, T, D], ds [N, D, W - 1]."""
     pid = tl.program_id(0)
@@ -136,13 +139,13 @@ def conv_gradient_kernel(
     group = pid // blocks
     if block < NA:
         _walk(xa_p, wa_p, sa_p, ga_p, fa_p, dxa_p, dsa_p, dwa_p, xab, xat, san, sad, saw, gab, gat, fan, fad, faw, DA,
-              block, group, cu_p, T, N, slots, GROUP, BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
+              block, group, cu_p, T, N, slots, GROUP, BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK, STAGES)  # fmt: skip
     elif COUNT > 1:
         if block < NA + NB:
             _walk(xb_p, wb_p, sb_p, gb_p, fb_p, dxb_p, dsb_p, dwb_p, xbb, xbt, sbn, sbd, sbw, gbb, gbt, fbn, fbd, fbw,
                   DB, block - NA, group, cu_p, T, N, slots, GROUP,
-                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
+                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK, STAGES)  # fmt: skip
         elif COUNT > 2:
             _walk(xc_p, wc_p, sc_p, gc_p, fc_p, dxc_p, dsc_p, dwc_p, xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw,
                   DC, block - NA - NB, group, cu_p, T, N, slots, GROUP,
-                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK)  # fmt: skip
+                  BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK, STAGES)  # fmt: skip
