@@ -134,9 +134,8 @@ def main() -> None:
     if args.run is None:
         parser.error("expected --run or --compare")
     found = run(args)
-    print(
-        f"{found['name']}: training {last_tenth(found):.4f}, held out {found['held out']:.4f}, {found['seconds']:.0f} s"
-    )
+    end = last_tenth(found["losses"])
+    print(f"{found['name']}: training {end:.4f}, held out {found['held out']:.4f}, {found['seconds']:.0f} s")
     if args.save is not None:
         args.save.parent.mkdir(parents=True, exist_ok=True)
         args.save.write_text(json.dumps(found) + "\n")

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from openkda.generation.decoder import Decoder
-from openkda.layers.moe import PackedMXFP4Experts, SparseMoE
 from openkda.layers.state import KDAState, LayerState, MLAState, ModelState
 from openkda.models.hybrid import HybridLM
-from openkda.ops.moe.experts import GATHER_LIMIT
 
 ROOM = 512
 """Tokens until the next capture, which takes a few steps' time and a copy of the latent caches."""
@@ -96,8 +94,7 @@ class GraphDecoder(Decoder):
 
     The first step after a prefill, `keep` or change of `state`, and one in every `room`, captures anew. Reading `state` makes
     a copy.
-    Raises: ValueError for a model that is not on a CUDA device, and for packed experts with more than GATHER_LIMIT
-    token-expert pairs a step, whose number of products the host decides.
+    Raises: ValueError for a model that is not on a CUDA device.
     """
 
     def __init__(
@@ -134,7 +131,6 @@ class GraphDecoder(Decoder):
     def _capture(self, state: ModelState | None) -> None:
         if state is None:
             raise ValueError("step: expected a state, from prefill or given to the Decoder; there is none")
-        _check_packed(self.model, state[0].num_sequences)
         training = self.model.training
         self.model.eval()
         try:
@@ -148,14 +144,3 @@ class GraphDecoder(Decoder):
 def _check_device(device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(f"GraphDecoder: expected a model on a CUDA device, received {device}; use Decoder there")
-
-
-def _check_packed(model: torch.nn.Module, rows: int) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, SparseMoE) and isinstance(module.experts, PackedMXFP4Experts):
-            pairs = rows * module.gate.k
-            if pairs > GATHER_LIMIT:
-                raise ValueError(
-                    f"{name}: expected at most {GATHER_LIMIT} token-expert pairs a step with packed experts, received {pairs}; "
-                    "use Decoder, or fewer rows"
-                )

@@ -128,7 +128,7 @@ class Experts(nn.Module):
 
 
 class PackedMXFP4Experts(nn.Module):
-    """The same experts in the published packing: a quarter of bfloat16's memory, unpacked one expert at a time. For inference.
+    """The same experts in the published packing: a quarter of bfloat16's memory. For inference.
 
     Buffers w1_packed, w3_packed [E, I, D / 2], w2_packed [E, D, I / 2] and w*_scale [.., / 32], uint8; they start as
     zero experts. D and I are multiples of 32.

@@ -232,6 +232,8 @@ def _validate(trainer: Trainer, val_side: TokenFile, metrics: MetricsFile, progr
 
 
 def _draw(out: Path, progress: Progress) -> None:
+    if not (out / "metrics.jsonl").exists():  # stopped before the first line
+        return
     try:
         draw_loss_curve(out / "metrics.jsonl", out / "loss.png")
     except ModuleNotFoundError as missing:

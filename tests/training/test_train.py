@@ -84,6 +84,14 @@ def test_resume_is_exact(options: Make, stop_at: int) -> None:
     assert again.step == 6 and again.val_loss == straight.val_loss and numbers(again.out) == numbers(straight.out)
 
 
+def test_stopped_before_the_first_line_of_metrics(options: Make) -> None:
+    """There is nothing to draw, and that is no reason to lose the run."""
+    broken = train(options("broken", log_every=10, val_every=10), progress=At(1, ctrl_c))
+    assert broken.interrupted is signal.SIGINT and not (broken.out / "metrics.jsonl").exists()
+    straight, resumed = train(options("straight")), resume(broken.out)
+    assert resumed.step == 6 and resumed.val_loss == straight.val_loss
+
+
 def test_resume_from_an_older_checkpoint_of_a_moved_run(options: Make, tmp_path: Path) -> None:
     """After a crash metrics.jsonl may be ahead of the checkpoint, and its last line cut off."""
     straight = train(options("straight"))

@@ -150,9 +150,10 @@ def packed_expert_mlp(
     *,
     activation: GLU,
 ) -> Float[Tensor, "T D"]:
-    """As `expert_mlp`, with matrices that stay packed: one expert at a time is dequantised for its own matmul.
+    """As `expert_mlp`, with matrices that stay packed.
 
-    A few tokens on a GPU (T * k <= 32) take a path without any wait for the host, so that it can be captured in a graph.
+    On a GPU without gradients one kernel unpacks them on their way into the product, without any wait for the host, so that it
+    can be captured in a graph; elsewhere one expert at a time is dequantised. Differentiable in x and weights.
     """
     _check_choice(x, experts, weights)
     E, inner = packed.w1[0].shape[:2]

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openkda.ops.device.api import autocast_dtype
+from openkda.ops.moe import triton as kernels
 from openkda.ops.moe.activation import GLU
 from openkda.ops.mx.api import ScaleRule, fake_quantize, unpack_mxfp4
-
-GATHER_LIMIT = 32
-"""Token-expert pairs up to which a GPU dequantises per pair instead of per expert: no wait for the host."""
 
 FEW_PAIRS = 16
 """Token-expert pairs up to which a CPU without gradients multiplies pair by pair: sorting would cost more than it saves."""
@@ -162,24 +160,23 @@ def packed_expert_mlp(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Packed, w3: Packed, w2: Packed, activation: GLU
 ) -> Tensor:
     dtype = autocast_dtype(x) or x.dtype
-    x = x.to(dtype)
-    if x.is_cuda and experts.numel() <= GATHER_LIMIT:
-        rows = x.repeat_interleave(experts.shape[1], 0).unsqueeze(-1)
-        a, b = (torch.bmm(_unpack(w, experts.flatten(), dtype), rows) for w in (w1, w3))
-        y = torch.bmm(_unpack(w2, experts.flatten(), dtype), activation(a, b)).squeeze(-1)
-        pairs = y.unflatten(0, experts.shape).to(weights.dtype)
-        return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1).to(dtype)
     plan = Plan.of(experts, w1[0].shape[0])
-    rows = _Dispatch.apply(x, plan)
+    rows = _Dispatch.apply(x.to(dtype), plan)
+    if kernels.multiplies_packed(rows):
+        a, b = (kernels.packed_linear(rows, *w, plan.ends) for w in (w1, w3))
+        y = kernels.packed_linear(activation(a, b), *w2, plan.ends)
+    else:
+        y = _expert_by_expert(rows, plan.ends.tolist(), w1, w3, w2, activation)
+    return _Combine.apply(y, weights, plan).to(dtype)
+
+
+def _expert_by_expert(rows: Tensor, ends: list[int], w1: Packed, w3: Packed, w2: Packed, activation: GLU) -> Tensor:
+    """One expert's matrices are unpacked at a time."""
     parts, start = [], 0
-    for e, end in enumerate(plan.ends.tolist()):
+    for e, end in enumerate(ends):
         if end > start:
             z = rows[start:end]
-            hidden = activation(z @ _unpack(w1, e, dtype).T, z @ _unpack(w3, e, dtype).T)
-            parts.append(hidden @ _unpack(w2, e, dtype).T)
+            gate, up, down = (unpack_mxfp4(codes[e], scale[e], dtype=rows.dtype) for codes, scale in (w1, w3, w2))
+            parts.append(activation(z @ gate.T, z @ up.T) @ down.T)
         start = end
-    return _Combine.apply(torch.cat(parts) if parts else rows, weights, plan).to(dtype)
-
-
-def _unpack(w: Packed, which: int | Tensor, dtype: torch.dtype) -> Tensor:
-    return unpack_mxfp4(w[0][which], w[1][which], dtype=dtype)
+    return torch.cat(parts) if parts else rows
