@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
             self.input_layernorm(h), state=state, cu_seqlens=cu_seqlens, return_state=return_state
         )
         if bank is not None and self.starts_block:
-            bank, x = bank.push(x, self.layer_idx), a
+            bank, x = bank.push(x, self.layer_idx), a.to(x.dtype)  # autocast: the stream stays as wide as it began
         else:
             x = x + a
         h = self._read(x, bank, 1)

@@ -327,3 +327,36 @@ def test_targets_give_the_loss_of_the_logits() -> None:
             model(ids[:, :-1], targets=ids[:, 1:], **options)
     with pytest.raises(ValueError, match="targets: expected"):
         model(ids[:, :-1], targets=ids)
+
+
+K3 = TINY.replace(
+    attn_res_block_size=2, q_lora_rank=24, num_experts=4, num_experts_per_token=2, num_shared_experts=1,
+    moe_intermediate_size=32, routed_expert_hidden_size=32, latent_moe_use_norm=True, first_k_dense_replace=1,
+    hidden_act="situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [TINY, K3], ids=["hybrid", "k3"])
+@pytest.mark.parametrize("training", [True, False])
+def test_autocast(config: Any, training: bool) -> None:
+    """What training in bfloat16 runs: float32 parameters and stream, the loss and gradients of float32 within its roundings."""
+    model = HybridLM(config).train(training)
+    model.init_weights(0)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.arange(bias.numel()))  # no rounding sends a token to another expert
+    x, parameters = ids(2, 40), list(model.parameters())
+    found = []
+    with torch.set_grad_enabled(training):
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                loss = model(x, targets=x).loss / x.numel()
+            assert loss.dtype == torch.float32
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True) if training else ()
+            found.append((loss, [g for g in grads if g is not None]))
+    (want, wanted), (got, gradients) = found
+    assert abs(got - want) < 2e-3 * want
+    assert all(g.dtype == torch.float32 for g in gradients) and len(gradients) == len(wanted)
+    if training:
+        norm = torch.stack([w.norm() for w in wanted]).norm()
+        assert torch.stack([(g - w).norm() for g, w in zip(gradients, wanted, strict=True)]).norm() < 0.1 * norm

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from openkda.models.config import ModelConfig
 from openkda.models.hybrid import HybridLM
 from openkda.models.presets import PRESETS
 from openkda.testing.compare import rel
@@ -15,12 +16,21 @@ from openkda.training.evaluate import token_loss
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16, F32 = torch.bfloat16, torch.float32
 CONFIG = PRESETS["tiny"]
+K3 = CONFIG.replace(
+    attn_res_block_size=2, q_lora_rank=24, num_experts=4, num_experts_per_token=2, num_shared_experts=1,
+    moe_intermediate_size=32, routed_expert_hidden_size=32, latent_moe_use_norm=True, first_k_dense_replace=1,
+    hidden_act="situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0,
+)  # fmt: skip
 LENGTHS = (70, 1, 129, 56)
+both = pytest.mark.parametrize("config", [CONFIG, K3], ids=["hybrid", "k3"])
 
 
-def build(device: str = "cuda") -> HybridLM:
-    model = HybridLM(CONFIG)
+def build(device: str = "cuda", config: ModelConfig = CONFIG) -> HybridLM:
+    model = HybridLM(config)
     model.init_weights(0)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.arange(bias.numel()))  # no rounding sends a token to another expert
     return model.to(device).train()
 
 
@@ -38,20 +48,22 @@ def gradients(model: HybridLM, b: Batch, dtype: torch.dtype) -> tuple[float, dic
     return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_kernels_give_the_gradients_of_the_cpu() -> None:
+@both
+def test_the_kernels_give_the_gradients_of_the_cpu(config: ModelConfig) -> None:
     """A pack: in float32 those of the plain torch path, in bfloat16 within its roundings."""
-    loss, want = gradients(build("cpu"), batch(), F32)
+    loss, want = gradients(build("cpu", config), batch(), F32)
     for dtype, limit in ((F32, 1e-3), (BF16, 5e-2)):
-        close, got = gradients(build(), batch(), dtype)
+        close, got = gradients(build("cuda", config), batch(), dtype)
         assert abs(close - loss) < 0.1 * limit * loss
         whole = max(g.norm().item() for g in want.values())
         for n, g in want.items():
             assert (got[n].cpu() - g).norm().item() < limit * max(g.norm().item(), 1e-2 * whole), (n, dtype)
 
 
-def test_a_step_repeats_to_the_bit() -> None:
+@both
+def test_a_step_repeats_to_the_bit(config: ModelConfig) -> None:
     """Forward and backward of every layer, twice: no float atomics anywhere on the way."""
-    runs = [gradients(build(), batch(), BF16) for _ in range(2)]
+    runs = [gradients(build("cuda", config), batch(), BF16) for _ in range(2)]
     assert runs[0][0] == runs[1][0]
     different = [n for n, g in runs[0][1].items() if not torch.equal(g, runs[1][1][n])]
     assert set(different) <= {"model.embed_tokens.weight"}, (
@@ -59,8 +71,9 @@ def test_a_step_repeats_to_the_bit() -> None:
     )  # torch's own scatter of the embedding adds atomically
 
 
-def test_recomputation_changes_no_bit() -> None:
-    plain, again = build(), build()
+@both
+def test_recomputation_changes_no_bit(config: ModelConfig) -> None:
+    plain, again = (build("cuda", config) for _ in range(2))
     again.model.gradient_checkpointing = True
     (_, want), (_, got) = (gradients(m, batch(), BF16) for m in (plain, again))
     assert all(torch.equal(got[n], g) for n, g in want.items() if "embed_tokens" not in n)

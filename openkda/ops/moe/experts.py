@@ -57,14 +57,15 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Pair rows [T * k, D], weights [T, k] -> sum_j p_j y_j, [T, D], in the weights' dtype."""
+    """Pair rows [T * k, D], weights [T, k] -> sum_j p_j y_j, [T, D], in the weights' dtype, also under autocast."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(y, weights)
         pairs = y[plan.inverse].unflatten(0, weights.shape).to(weights.dtype)
-        return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1)
+        with torch.autocast(y.device.type, enabled=False):
+            return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1)
 
     @staticmethod
     @once_differentiable
@@ -72,7 +73,8 @@ class _Combine(torch.autograd.Function):
         y, weights = ctx.saved_tensors
         plan, g = ctx.plan, grads[0]
         pairs = y[plan.inverse].unflatten(0, weights.shape).to(weights.dtype)
-        dweights = torch.bmm(pairs, g.unsqueeze(-1)).squeeze(-1)
+        with torch.autocast(g.device.type, enabled=False):
+            dweights = torch.bmm(pairs, g.unsqueeze(-1)).squeeze(-1)
         dy = weights.flatten()[plan.order].unsqueeze(-1) * g[plan.order // plan.k]
         return dy.to(y.dtype), dweights, None
 
