@@ -7,11 +7,11 @@
 LatentMoE, bounded gate, low-rank queries, gated MLA), which transformers does not have, and Kimi Linear's, which it has as
 `kimi_linear` and computes with fla-core where that is installed. Both load the same published checkpoint. Logits are compared
 first, against the same weights in float32 and with selection biases that no rounding can overrule (a token that takes another
-expert is no error of arithmetic): at most twice the peer's error, and the packed experts, whose values bfloat16 holds exactly,
-at most twice the plain ones'. Then the biases are 0, so that tokens spread over the experts. prefill: one sequence of 8,192
-tokens, logits of the last; decode: greedy steps for one sequence after 8,192 tokens and for 32 after 1,024 each, called from
-Python and, ours, replayed from a CUDA graph (openkda/generation/graph.py; not where the host decides what runs). Medians of
-whole calls, wall clock. Memory: weights, and the peak of anything allocated in the prefill.
+expert is no error of arithmetic): at most twice the error of the same bfloat16 model in plain torch, on the CPU, and at most
+twice the peer's; packed experts have the plain ones' values. Then the biases are 0, so that tokens spread over the experts.
+prefill: one sequence of 8,192 tokens, logits of the last; decode: greedy steps for one sequence after 8,192 tokens and for 32
+after 1,024 each, called from Python and, ours, replayed from a CUDA graph (openkda/generation/graph.py). Medians of whole
+calls, wall clock. Memory: weights, and the peak of anything allocated in the prefill.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def seconds(call: Callable[[], Any], least: int = 3, limit: float = 1.0) -> floa
 
 
 @torch.inference_mode()
-def measure(name: str, side: Ours, ids: torch.Tensor, error: float, steps: int) -> Row:
+def measure(name: str, side: Ours, ids: torch.Tensor, errors: tuple[float, float], steps: int) -> Row:
     replayed = not isinstance(side, Theirs)
     if replayed:
         check_graph(side, ids[:1, :CHECKED])
@@ -146,7 +146,8 @@ def measure(name: str, side: Ours, ids: torch.Tensor, error: float, steps: int) 
     side.prefill(prompt)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    row: Row = {"model": name, "logits_error": error, "weights_gib": weight_bytes(side.model) / 2**30}
+    row: Row = {"model": name, "logits_error": errors[0], "plain_error": errors[1]}
+    row["weights_gib"] = weight_bytes(side.model) / 2**30
     there = torch.cuda.memory_allocated()
     row["prefill"] = PROMPT / seconds(lambda: side.prefill(prompt))
     row["peak_gib"] = row["weights_gib"] + (torch.cuda.max_memory_allocated() - there) / 2**30
@@ -155,11 +156,8 @@ def measure(name: str, side: Ours, ids: torch.Tensor, error: float, steps: int) 
         row[f"graph_{count}"] = None
         if replayed:
             decoder = GraphDecoder(side.model, state=side.state)
-            try:
-                decoder.step(token)
-                row[f"graph_{count}"] = speed(decoder.step, token, steps)
-            except ValueError as refused:
-                print(f"({name}, {count}: {refused})", flush=True)
+            decoder.step(token)
+            row[f"graph_{count}"] = speed(decoder.step, token, steps)
             del decoder
         row[f"decode_{count}"] = speed(lambda t: side.step(t.unsqueeze(1))[:, 0], token, steps)
     side.state = None
@@ -192,10 +190,10 @@ def error_of(side: Ours, ids: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def reference_of(model: HybridLM, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the same weights in float32."""
-    wide = copy.deepcopy(model).float()
-    return wide(ids).logits
+def reference_of(model: HybridLM, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Logits of the same weights in float32; the error of the same bfloat16 model without any kernel of ours, on the CPU."""
+    exact = copy.deepcopy(model).float()(ids).logits
+    return exact, error_of(Ours(copy.deepcopy(model).cpu()), ids.cpu(), exact.cpu())
 
 
 @contextmanager
@@ -216,33 +214,45 @@ def peer(model: HybridLM) -> Theirs:
     return Theirs(other)
 
 
+def runs_on() -> str:
+    """What transformers' model computes KDA with."""
+    from transformers.models.kimi_linear import modeling_kimi_linear as module
+
+    function = module.chunk_kimi_delta_attention
+    bound = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    found = bound["implementation"].cell_contents if "implementation" in bound else function
+    return "fla-core" if found.__module__.startswith("fla.") else "plain torch"
+
+
 def k3_rows(ids: torch.Tensor, steps: int) -> Iterator[Row]:
     model = build(K3)
     check, twin = ids[:1, :CHECKED], packed(model)
-    reference = reference_of(model, check)
+    reference, normal = reference_of(model, check)
     plain, small = (error_of(Ours(m), check, reference) for m in (model, twin))
-    require(small, plain, "packed experts")
-    yield measure("K3 style, bfloat16", Ours(model), ids, plain, steps)
+    require(plain, normal, "our bfloat16 logits")
+    require(small, normal, "packed experts")
+    yield measure("K3 style, bfloat16", Ours(model), ids, (plain, normal), steps)
     for module in model.modules():  # their matrices are no longer needed: the twin has the rest
         if isinstance(module, SparseMoE):
             del module.experts
-    yield measure("K3 style, packed MXFP4 experts", Ours(twin), ids, small, steps)
+    yield measure("K3 style, packed MXFP4 experts", Ours(twin), ids, (small, normal), steps)
 
 
 def linear_rows(ids: torch.Tensor, steps: int, with_peer: bool) -> Iterator[Row]:
     model = build(LINEAR)
     check = ids[:1, :CHECKED]
-    reference = reference_of(model, check)
+    reference, normal = reference_of(model, check)
     error = error_of(Ours(model), check, reference)
+    require(error, normal, "our bfloat16 logits")
     if with_peer:
         theirs = peer(model)
         their_error = error_of(theirs, check, reference)
-        require(error, their_error, "our bfloat16 logits")
-    yield measure("Kimi Linear style, bfloat16", Ours(model), ids, error, steps)
+        require(error, their_error, "our bfloat16 logits beside the peer's")
+    yield measure("Kimi Linear style, bfloat16", Ours(model), ids, (error, normal), steps)
     if with_peer:
         del model
         torch.cuda.empty_cache()
-        yield measure("the same in transformers with fla-core", theirs, ids, their_error, steps)
+        yield measure(f"the same in transformers with {runs_on()}", theirs, ids, (their_error, normal), steps)
 
 
 def require(error: float, budget: float, what: str) -> None:
@@ -272,13 +282,18 @@ COLUMNS = {
     "weights_gib": "weights GiB",
     "peak_gib": "peak of the prefill GiB",
     "logits_error": "logits' error",
+    "plain_error": "plain torch's",
 }
 
 
 def line(row: Row) -> str:
     speeds = [f"{row[c]:,.0f}" if row[c] else "-" for c in ("prefill", "decode_1", "graph_1", "decode_32", "graph_32")]
     memory = [f"{row[c]:.2f}" for c in ("weights_gib", "peak_gib")]
-    return "| " + " | ".join([row["model"], *speeds, *memory, f"{row['logits_error']:.1e}"]) + " |"
+    return (
+        "| "
+        + " | ".join([row["model"], *speeds, *memory, *(f"{row[c]:.1e}" for c in ("logits_error", "plain_error"))])
+        + " |"
+    )
 
 
 def header() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from typing import Any
 
@@ -65,8 +66,13 @@ def test_cuda_tensors_reach_the_kernels(module: Any, training: bool, monkeypatch
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
-def test_model_on_a_gpu(dtype: torch.dtype, limit: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_on_a_gpu(
+    dtype: torch.dtype, limit: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits, loss gradients and greedy tokens with the patch against transformers' own torch code, and what ran is said."""
+    module = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    for name in hf._REPLACEMENTS:  # not fla's kernels, which transformers takes where fla is installed: tf32 in float32
+        monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
     config = transformers.KimiLinearConfig(
         vocab_size=97, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=4,
         num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
