@@ -307,7 +307,7 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
     from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
     from openkda.ops.kda.hopper.scan_pack import kda_scan_pack_kernel
 
-    scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 8, "SPLIT": False}
+    scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "SPLIT": False}
     options = {"num_warps": 8} if which == "merge" else {}
     kernel, constants, spill, shared = {
         "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 16}, 320, 232448),

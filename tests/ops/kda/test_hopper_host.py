@@ -59,12 +59,28 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __getitem__(self, grid: tuple[int, int]) -> Any:
             def compile_and_launch(*args: Any, num_warps: int, **options: int) -> Any:
                 self.keep(grid, args)
-                return SimpleNamespace(run=self.run, function=0, packed_metadata=None)
+                return SimpleNamespace(
+                    run=self, function=0, packed_metadata=None, metadata=SimpleNamespace(tensordesc_meta=meta)
+                )
 
+            meta = ({},) * sum(n.endswith("_desc") for n in self.names)
             return compile_and_launch
 
-        def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        global_scratch_size = profile_scratch_size = 0
+        launch_cooperative_grid = launch_pdl = False
+
+        def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
             self.keep((x, y), rest[6:])  # stream, function, metadata twice, two hooks
+
+        @property
+        def launch(self) -> Any:
+            """As Triton's: a function that encodes descriptors, around the launcher."""
+
+            def launcher(x: int, y: int, z: int, *rest: Any) -> None:
+                assert rest[2:6] == (False, False, None, None)
+                calls.append((self.name, x * y, {"encoded": rest[10:]}))
+
+            return lambda *args: launcher(*args)
 
     kernels = (
         "kda_prepare_kernel",
@@ -137,7 +153,7 @@ def test_segments_cover_the_sequence(launch: Any) -> None:
     (_, programs, prepare), (_, ends, local), _, (_, scans, last) = launch.calls
     assert (programs, prepare["T"]) == (6, 330)
     assert (ends, local["T"], local["rows"]) == (6, 128, 330)  # two halves of three ranges
-    assert (scans, last["T"], last["rows"], last["n_seqs"]) == (6, 128, 330, 3)
+    assert (scans, last["T"], last["rows"]) == (6, 128, 330)
 
 
 def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,3 +194,77 @@ def test_a_device_that_is_not_current_becomes_it(launch: Any, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "device", device)
     launch.module.forward(**arguments((100,), 1, 1), scale=0.5, lower_bound=-5.0, schedule="fused")
     assert entered == [torch.device("cpu")] and len(launch.calls) == 1
+
+
+def encoded(descriptor: Any, about: Any) -> list[Any]:
+    """In place of Triton's."""
+    shape, strides = descriptor.shape, descriptor.strides
+    return [("map", descriptor.base.data_ptr(), *shape, *strides), *shape, *strides]
+
+
+@pytest.mark.parametrize("tokens, heads, packed", [(330, 2, False), (8192, 12, False), (330, 2, True)])
+@pytest.mark.parametrize("state", [True, False])
+def test_a_repeated_call_hands_over_what_the_first_did(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, packed: bool, state: bool
+) -> None:
+    """On other memory each time: the long way, recorded, then from the tape, with every descriptor's address its own."""
+    import openkda.ops.kda.hopper as hopper
+    import openkda.ops.triton.launch as tapes
+    from openkda.ops.device import calls as device_calls
+    from openkda.ops.kda.api import BoundedGate, kda
+    from openkda.ops.kda.call import CALLS
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encoded)
+    monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
+    monkeypatch.setattr(hopper, "_INSTALLED_RELEASE", hopper.TRITON_RELEASE)
+    monkeypatch.setattr(device_calls, "KEY_ANY_DEVICE", True)
+    monkeypatch.setattr(tapes, "driver", launch.module.driver)
+    CALLS.forget()
+    runs, kept = [], []
+    for _ in range(5):
+        launch.calls.clear()
+        x = arguments((30, tokens - 30) if packed else (tokens,), heads, heads)
+        gate = BoundedGate(-5.0, x.pop("a_log"), x.pop("dt_bias"))
+        first = x.pop("initial_state")
+        first = first if state else None
+        with torch.inference_mode():
+            out = kda(
+                **x, gate=gate, initial_state=first, output_final_state=state, use_qk_l2norm=True, use_beta_sigmoid=True,
+                impl="hopper",
+            )  # fmt: skip
+        memory = {
+            t.data_ptr(): i for i, t in enumerate([*x.values(), gate.A_log, gate.dt_bias, first, *out]) if t is not None
+        }
+        kept.append((x, gate, first, out))  # so that no address is used again
+        workspace: dict[int, str] = {}
+        seen_ = []
+        for name, grid, args in launch.calls:
+            flat: list[Any] = []
+            for a in args.get("encoded", tuple(args.values())):
+                flat += encoded(a, {}) if hasattr(a, "block_shape") else [a.data_ptr() if hasattr(a, "data_ptr") else a]
+            seen_.append((name, grid, flat))
+        runs.append((seen_, memory, workspace))
+    assert len(CALLS.replays) == 1
+    assert "encoded" in launch.calls[-1][2]
+    CALLS.forget()
+
+    def places(run: Any) -> list[Any]:
+        """Addresses as places among arguments and results, or distances inside the workspaces."""
+        launches, memory, _ = run
+        bases: list[int] = []
+
+        def place(v: Any) -> Any:
+            if isinstance(v, tuple):
+                return ("map", place(v[1]), *v[2:])
+            if type(v) is not int or v < 1 << 32:
+                return v
+            if v in memory:
+                return f"memory {memory[v]}"
+            base = next((b for b in bases if abs(v - b) < 1 << 31), None)
+            if base is None:
+                bases.append(base := v)
+            return f"workspace {bases.index(base)} + {v - base}"
+
+        return [(name, grid, [place(v) for v in flat]) for name, grid, flat in launches]
+
+    assert all(places(r) == places(runs[0]) for r in runs)

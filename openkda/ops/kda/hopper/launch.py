@@ -238,9 +238,9 @@ def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Te
     _launch(
         kda_scan_kernel, (n * hv * (2 if split else 1), 1),
         (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
-        (decay, o, decay if s0 is None else s0, decay if st is None else st, decay if cu is None else cu),
-        (hv,), (length, p.q.shape[0] * p.tokens, n),
-        (0 if s0 is None else 1, st is not None, cu is not None, 16 if cu is None else padded_count(n), split),
+        (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st),
+        (hv,), (length, p.q.shape[0] * p.tokens),
+        (0 if s0 is None else 1, st is not None, cu is not None, split),
         p.index,
     )  # fmt: skip
 

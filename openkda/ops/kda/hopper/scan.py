@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openkda.ops.kda.hopper.chains import LSEQ, chunks_before
+from openkda.ops.kda.hopper.chains import LENTRY, field
 from openkda.ops.kda.hopper.factors import FLAT1, S64, _clean, barriers
 from openkda.ops.kda.hopper.forward import (  # fmt: skip
     A_S,
@@ -31,19 +31,6 @@ from openkda.ops.kda.hopper.forward import (  # fmt: skip
     _values,
     _write_output,
 )
-
-
-@gluon.jit
-def _by_length(cu_ptr, n_seqs, rank, NP: gl.constexpr):
-    """The sequence with the rank-th largest length: long ones start first, so that none is left over at the end."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    i = gl.arange(0, NP, layout=gl.SliceLayout(1, L))
-    j = gl.arange(0, NP, layout=gl.SliceLayout(0, L))
-    mine = gl.load(cu_ptr + i + 1, mask=i < n_seqs, other=-1) - gl.load(cu_ptr + i, mask=i < n_seqs, other=0)
-    theirs = gl.load(cu_ptr + j + 1, mask=j < n_seqs, other=-1) - gl.load(cu_ptr + j, mask=j < n_seqs, other=0)
-    longer = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
-    place = gl.sum(longer.to(gl.int32), axis=1)
-    return gl.sum(gl.where(place == rank, i, 0), axis=0)
 
 
 @gluon.jit
@@ -223,14 +210,15 @@ def scan_partition(
         gl.store(st_ptr + _state_offsets(n_seq * HV + hv, half), s * inv[:, None])
 
 
-@gluon.jit(do_not_specialize=["T", "rows", "n_seqs"])
+@gluon.jit(do_not_specialize=["T", "rows"])
 def kda_scan_kernel(
-    x_desc, tm_desc, v_desc, o_desc, dec_ptr, o_ptr, s0_ptr, st_ptr, cu_ptr, HV, T, rows, n_seqs,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr, SPLIT: gl.constexpr,
+    x_desc, tm_desc, v_desc, o_desc, dec_ptr, ranks_ptr, o_ptr, s0_ptr, st_ptr, HV, T, rows,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels.
 
-    Without VARLEN every range has T tokens, the last one those that are left of `rows`.
+    With VARLEN long sequences come first, as `prepare` ranked them, so that none is left over at the end; without, every
+    range has T tokens, the last one those that are left of `rows`.
     """
     pid = gl.program_id(0)
     half = 0
@@ -240,13 +228,11 @@ def kda_scan_kernel(
     seq = pid // HV
     hv = pid % HV
     if VARLEN:
-        if NP <= 64:
-            seq = _by_length(cu_ptr, n_seqs, seq, NP)
-        upto = chunks_before(cu_ptr, n_seqs, NP)
-        order = gl.arange(0, NP, layout=LSEQ)
-        slot0 = gl.max(gl.where(order < seq, upto, 0), axis=0)
-        row0 = gl.load(cu_ptr + seq).to(gl.int32)
-        length = gl.load(cu_ptr + seq + 1).to(gl.int32) - row0
+        entry = gl.load(ranks_ptr + seq * 4 + gl.arange(0, 4, layout=LENTRY))
+        seq = field(entry, 0)
+        slot0 = field(entry, 1)
+        row0 = field(entry, 2)
+        length = field(entry, 3)
     else:
         slot0 = seq * ((T + 63) // 64)
         row0 = seq * T
