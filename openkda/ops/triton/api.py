@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.triton.launch import QUICK, Tape, ceil_div, dense, launch, padded, record, steps_of, unit_stride
+from openkda.ops.triton.launch import QUICK, Tape, ceil_div, dense, launch, note, padded, record, steps_of, unit_stride
 
 __all__ = [
     "FORGOTTEN",
@@ -25,6 +25,7 @@ __all__ = [
     "find_sequence",
     "launch",
     "log2_decay",
+    "note",
     "padded",
     "power_of_two",
     "quick_sigmoid",

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+
+from openkda.ops.triton.descriptors import Encoded, about_descriptors, bare_launcher
 
 QUICK = not knobs.runtime.interpret and torch.version.hip is None
 """Whether device functions may be written in PTX: everywhere but in the interpreter and on other makers' cards."""
@@ -24,8 +26,24 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST = 8192
 
 
+class Memory(Protocol):
+    """A tensor, or a place inside one."""
+
+    def data_ptr(self) -> int: ...
+
+
+class Launch(NamedTuple):
+    """ready over grid: TMA descriptors first, then the memory that pointers name, then everything else."""
+
+    ready: Any
+    grid: tuple[int, int, int]
+    descriptors: tuple[Any, ...]
+    memory: tuple[Memory | None, ...]
+    rest: tuple[Any, ...]
+
+
 class _Recording(threading.local):
-    launches: list[tuple[Any, int, tuple[Any, ...], tuple[Any, ...]]] | None = None
+    launches: list[Launch] | None = None
 
 
 _recording = _Recording()
@@ -65,8 +83,19 @@ def launch(
             programs, 1, 1, driver.active.get_current_stream(index), ready.function, ready.packed_metadata, None,
             *_hooks(), *tensors, *steps, *numbers, *constants,
         )  # fmt: skip
+    note(ready, (programs, 1, 1), (), tensors, (*steps, *numbers, *constants))
+
+
+def note(
+    ready: Any,
+    grid: tuple[int, int, int],
+    descriptors: tuple[Any, ...],
+    memory: tuple[Memory | None, ...],
+    rest: tuple[Any, ...],
+) -> None:
+    """Lists a launch for whoever records this thread's."""
     if _recording.launches is not None and ready is not None:
-        _recording.launches.append((ready, programs, tensors, (*steps, *numbers, *constants)))
+        _recording.launches.append(Launch(ready, grid, descriptors, memory, rest))
 
 
 def _hooks() -> tuple[Any, Any]:
@@ -106,8 +135,14 @@ class Tape:
         at.append(None)
         stream = driver.active.get_current_stream(index)
         enter, leave = _hooks()
-        for run, function, metadata, programs, pick, rest in self._launches:
-            run(programs, 1, 1, stream, function, metadata, None, enter, leave, *pick(at), *rest)
+        for run, function, metadata, grid, encoded, pick, rest in self._launches:
+            found = pick(at)
+            if encoded:
+                described: list[Any] = []
+                for descriptor, address in zip(encoded, found, strict=False):
+                    described += descriptor[address]
+                found = (*described, *found[len(encoded) :])
+            run(*grid, stream, function, *metadata, None, enter, leave, *found, *rest)
         return made
 
 
@@ -138,21 +173,26 @@ def record(
         return made, None
     inner: dict[tuple[int, int], int] = {}
     played = []
-    for ready, programs, tensors, rest in launches:
+    for one in launches:
         places = []
-        for t in tensors:
+        for t in (*(d.base for d in one.descriptors), *one.memory):
             found = _find(t, addresses, made, len(inputs))
             if found is None:
                 return made, None
             places.append(found if isinstance(found, int) else len(memory) + inner.setdefault(found, len(inner)))
-        played.append((ready.run, ready.function, ready.packed_metadata, programs, places, rest))
+        bare = bare_launcher(one.ready) if one.descriptors else (one.ready.run, ())
+        if bare is None:
+            return made, None
+        encoded = tuple(map(Encoded, one.descriptors, about_descriptors(one.ready) if one.descriptors else ()))
+        metadata = (*bare[1], one.ready.packed_metadata)
+        played.append((bare[0], one.ready.function, metadata, one.grid, encoded, places, one.rest))
     none = len(memory) + len(inner)
     picked = [(*head, itemgetter(*(none if p < 0 else p for p in places)), rest) for *head, places, rest in played]
     return made, Tape(picked, [(t.shape, t.dtype, t.device) for t in made], list(inner), device.index)
 
 
 def _find(
-    t: Tensor | None, addresses: list[int | None], made: Sequence[Tensor], inputs: int
+    t: Memory | None, addresses: list[int | None], made: Sequence[Tensor], inputs: int
 ) -> int | tuple[int, int] | None:
     """Place of a kernel's argument in the list of addresses, -1 for None; (place, offset) inside what the call made."""
     if t is None:

@@ -214,9 +214,11 @@ def test_a_repeated_call_hands_over_what_the_first_did(
     from openkda.ops.kda.api import BoundedGate, kda
     from openkda.ops.kda.call import CALLS
 
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])  # type: ignore[func-returns-value]
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encoded)
     monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
-    monkeypatch.setattr(hopper, "_INSTALLED_RELEASE", hopper.TRITON_RELEASE)
     monkeypatch.setattr(device_calls, "KEY_ANY_DEVICE", True)
     monkeypatch.setattr(tapes, "driver", launch.module.driver)
     CALLS.forget()
@@ -225,46 +227,31 @@ def test_a_repeated_call_hands_over_what_the_first_did(
         launch.calls.clear()
         x = arguments((30, tokens - 30) if packed else (tokens,), heads, heads)
         gate = BoundedGate(-5.0, x.pop("a_log"), x.pop("dt_bias"))
-        first = x.pop("initial_state")
-        first = first if state else None
+        x["initial_state"] = x["initial_state"] if state else None
+        made.clear()
         with torch.inference_mode():
             out = kda(
-                **x, gate=gate, initial_state=first, output_final_state=state, use_qk_l2norm=True, use_beta_sigmoid=True,
-                impl="hopper",
-            )  # fmt: skip
-        memory = {
-            t.data_ptr(): i for i, t in enumerate([*x.values(), gate.A_log, gate.dt_bias, first, *out]) if t is not None
-        }
-        kept.append((x, gate, first, out))  # so that no address is used again
-        workspace: dict[int, str] = {}
-        seen_ = []
-        for name, grid, args in launch.calls:
-            flat: list[Any] = []
-            for a in args.get("encoded", tuple(args.values())):
-                flat += encoded(a, {}) if hasattr(a, "block_shape") else [a.data_ptr() if hasattr(a, "data_ptr") else a]
-            seen_.append((name, grid, flat))
-        runs.append((seen_, memory, workspace))
-    assert len(CALLS.replays) == 1
-    assert "encoded" in launch.calls[-1][2]
+                **x, gate=gate, output_final_state=state, use_qk_l2norm=True, use_beta_sigmoid=True, impl="hopper"
+            )
+        memory = [t for t in (*x.values(), gate.A_log, gate.dt_bias, *made) if t is not None]
+        kept.append((x, gate, out, memory))  # so that no address is used again
+        runs.append([(name, grid, places(values, memory)) for name, grid, values in launch.calls])
+    assert len(CALLS.replays) == 1 and "encoded" in launch.calls[-1][2]
     CALLS.forget()
+    assert all(run == runs[0] for run in runs)
 
-    def places(run: Any) -> list[Any]:
-        """Addresses as places among arguments and results, or distances inside the workspaces."""
-        launches, memory, _ = run
-        bases: list[int] = []
 
-        def place(v: Any) -> Any:
-            if isinstance(v, tuple):
-                return ("map", place(v[1]), *v[2:])
-            if type(v) is not int or v < 1 << 32:
-                return v
-            if v in memory:
-                return f"memory {memory[v]}"
-            base = next((b for b in bases if abs(v - b) < 1 << 31), None)
-            if base is None:
-                bases.append(base := v)
-            return f"workspace {bases.index(base)} + {v - base}"
+def places(values: dict[str, Any], memory: list[torch.Tensor]) -> list[Any]:
+    """A launch's arguments, descriptors encoded, with each address as (place in `memory`, bytes behind its begin)."""
+    flat: list[Any] = []
+    for a in values.get("encoded", tuple(values.values())):
+        flat += encoded(a, {}) if hasattr(a, "block_shape") else [a.data_ptr() if hasattr(a, "data_ptr") else a]
+    spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in memory]
 
-        return [(name, grid, [place(v) for v in flat]) for name, grid, flat in launches]
+    def place(a: Any) -> Any:
+        if isinstance(a, tuple):
+            return ("map", place(a[1]), *a[2:])
+        where = [(i, a - begin) for i, (begin, end) in enumerate(spans) if type(a) is int and begin <= a < end]
+        return where[0] if where else a
 
-    assert all(places(r) == places(runs[0]) for r in runs)
+    return [place(a) for a in flat]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import transform_refusals
+from openkda.ops.device.api import goes_direct, transform_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate
 
@@ -55,18 +55,19 @@ def refusals(call: KDACall) -> list[str]:
 def run(call: KDACall) -> KDAOutput:
     from openkda.ops.kda.hopper import register
 
+    gate = call.gate
+    assert isinstance(gate, BoundedGate)  # for the type checker: refusals made sure of it
+    A_log, dt_bias = register.as_tensor_pair(gate)
+    tensors = (call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, call.cu_seqlens, call.initial_state)
+    arguments = (*tensors, call.scale, gate.lower_bound, call.output_final_state)
+    if call.key is not None and goes_direct(*tensors):
+        return register.run_recorded(call, arguments)
     op: Any = register.kda_hopper_op
     if call.needs_grad:
         from openkda.ops.kda.hopper import autograd  # hangs the Triton backward on the op
 
         op = autograd.run
-    gate = call.gate
-    assert isinstance(gate, BoundedGate)  # for the type checker: refusals made sure of it
-    A_log, dt_bias = register.as_tensor_pair(gate)
-    o, final = op(
-        call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, call.cu_seqlens, call.initial_state,
-        call.scale, gate.lower_bound, call.output_final_state,
-    )  # fmt: skip
+    o, final = op(*arguments)
     return KDAOutput(o, final if call.output_final_state else None)
 
 

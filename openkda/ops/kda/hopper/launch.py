@@ -36,6 +36,7 @@ from openkda.ops.kda.hopper.schedule import (
     segment_tokens,
     slots,
 )
+from openkda.ops.triton.api import note
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -73,11 +74,17 @@ class _Problem:
     scale: float
     lower_bound: float
     cu_seqlens: Tensor | None
+    workspaces: list[Tensor] | None = None
+    """Receives the memory that the kernels use besides."""
+
+    def uses(self, workspace: Tensor) -> None:
+        if self.workspaces is not None:
+            self.workspaces.append(workspace)
 
     def window(self, start: int, stop: int) -> _Problem:
         """Tokens start .. stop of a single dense sequence."""
         q, k, v, g, beta = (x[:, start:stop] for x in (self.q, self.k, self.v, self.g, self.beta))
-        return replace(self, q=q, k=k, v=v, g=g, beta=beta)
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None)  # of all windows they would be too much
 
     @property
     def tokens(self) -> int:
@@ -111,21 +118,24 @@ class _Operands:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, *, scale: float,
     lower_bound: float, initial_state: Tensor | None = None, final_state: bool = False,
-    cu_seqlens: Tensor | None = None, schedule: Schedule | None = None,
+    cu_seqlens: Tensor | None = None, schedule: Schedule | None = None, workspaces: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output [B, T, HV, 128] and the float32 final states [N, HV, 128, 128] or None.
 
     q, k, v, g: [B, T, heads, 128] bfloat16, rows may be strided. beta [B, T, HV] any float, a_log [HV] and dt_bias
     [HV * 128] float32, initial_state [N, HV, 128, 128] float32, cu_seqlens [N + 1] int32 or int64: contiguous.
-    schedule: "fused", "two_pass" or ("segments", count); None chooses.
+    schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`.
     """
     if v.device.index != torch.cuda.current_device():
         with torch.cuda.device(v.device):
             return forward(
                 q, k, v, g, beta, a_log, dt_bias, scale=scale, lower_bound=lower_bound, initial_state=initial_state,
-                final_state=final_state, cu_seqlens=cu_seqlens, schedule=schedule,
+                final_state=final_state, cu_seqlens=cu_seqlens, schedule=schedule, workspaces=workspaces,
             )  # fmt: skip
-    p = _Problem(_rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens)
+    p = _Problem(
+        _rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens,
+        workspaces,
+    )  # fmt: skip
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (p.sequences, p.heads, 128, 128)
     st = torch.empty(shape, dtype=torch.float32, device=v.device) if final_state else None
@@ -188,12 +198,14 @@ def _launch(
     if ready is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = kernel[grid](*descriptors, *pointers, *sizes, *numbers, *constants, **(_OPTIONS | options))
-        return
-    ready.run(
-        *grid, 1, driver.active.get_current_stream(index), ready.function, ready.packed_metadata, None, None, None,
-        *descriptors, *addresses, *sizes, *numbers, *constants,
-    )  # fmt: skip
+        ready = kernel[grid](*descriptors, *pointers, *sizes, *numbers, *constants, **(_OPTIONS | options))
+        _compiled[key] = ready
+    else:
+        ready.run(
+            *grid, 1, driver.active.get_current_stream(index), ready.function, ready.packed_metadata, None, None, None,
+            *descriptors, *addresses, *sizes, *numbers, *constants,
+        )  # fmt: skip
+    note(ready, (*grid, 1), descriptors, pointers, (*sizes, *numbers, *constants))
 
 
 def _prepare(p: _Problem) -> _Operands:
@@ -202,6 +214,7 @@ def _prepare(p: _Problem) -> _Operands:
     count = slots(t, n, packed) * hv
     padded = padded_count(n) if packed else 16
     workspace = torch.empty(count * SLOT_BYTES + 16 * padded + 4, dtype=torch.uint8, device=p.q.device)
+    p.uses(workspace)
     at = workspace.data_ptr()
     rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
     decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
@@ -271,6 +284,7 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
     w = _prepare(p)
     size = n * hv * 128 * 128
     states = torch.empty(3 * size, dtype=torch.float32, device=o.device)
+    p.uses(states)
     local, transition, entering = (_Place(states.data_ptr() + i * size * 4, torch.float32) for i in range(3))
     _launch(
         kda_ends_kernel, (2 * n * hv, 1), (*w.descriptors, _tiles(p.v, [CHUNK, 64], _HALF)),
@@ -292,6 +306,7 @@ def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None
     ranks: Tensor = o
     if cu is not None:
         ranks = torch.empty(4 * padded + 1, dtype=torch.int32, device=o.device)
+        p.uses(ranks)
         _launch(kda_ranks_kernel, (1, 1), (), (ranks, cu), (), (n,), (padded,), p.index)
     _launch(
         kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),

@@ -96,12 +96,12 @@ def run_direct(call: KDACall, q, k, v, g, beta, A_log, dt_bias, cu, state, index
     tensors = (call.q, call.k, call.v, call.g, call.beta, *own_gate, state, call.cu_seqlens, index, None)
     _, tape = record(run, tensors, q.device)
     if tape is not None:
-        CALLS.replays[call.key] = _step_replay(tape, v) if skip else _replay(tape, want_state, index is not None)
+        CALLS.replays[call.key] = _step_replay(tape, v) if skip else replay_of(tape, want_state, index is not None)
     return tuple(results)
 
 
-def _replay(tape: Tape, want_state: bool, pooled: bool) -> Replay:
-    """Of `kda`."""
+def replay_of(tape: Tape, want_state: bool, pooled: bool) -> Replay:
+    """Of `kda`, whose tape makes the output first and then, if wanted, new states."""
 
     def again(tensors: tuple[Tensor | None, ...]) -> KDAOutput | None:
         made = tape.run(tensors)
