@@ -1,4 +1,4 @@
-"""The kernels' gradients on a CPU, in Triton's interpreter and float32."""
+"""The kernels' gradients on a CPU, in Triton's interpreter: float32, and float16 where 16 bits have kernels of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from interpreter import INTERPRETED, patch_interpreter, run_interpreted
 if INTERPRETED:
     patch_interpreter()
     import backward_checks as checks
-    from backward_checks import F32
+    from backward_checks import F16, F32
 
     from openkda.ops.kda.api import kda
     from openkda.testing.cases import kda_cases
@@ -21,6 +21,7 @@ if INTERPRETED:
 
     SMALL = [c for c in kda_cases() if c.group == 1 and max(c.K, c.V) <= 32 and c.T <= 64 and c.lengths is None]
     PACKS = [c for c in kda_cases() if c.lengths in ((0, 0, 5), (1, 1, 1, 1), (1,)) and max(c.K, c.V) <= 24]
+    HARD = [5, 21, 37, 69, -6, -3, -2]
 
 
 @pytest.mark.slow
@@ -35,11 +36,16 @@ if INTERPRETED:
     def test_case(case: checks.KDACase) -> None:
         checks.check_case(case, "cpu", F32)
 
+    @pytest.mark.parametrize("i", HARD, ids=lambda i: kda_cases()[i].id)
+    def test_hard_cases_in_16_bits(i: int) -> None:
+        """Keys of one direction, decays that are nothing or everything: what a gate's gradient is a small difference of."""
+        checks.check_case(kda_cases()[i], "cpu", F16)
+
     @pytest.mark.parametrize(
         "check",
         [
             checks.check_packs, checks.check_strided_offsets, checks.check_upstream, partial(checks.check_one_end, T=9),
-            partial(checks.check_extreme_gates, T=9),
+            partial(checks.check_extreme_gates, T=9), partial(checks.check_positions, T=9),
             checks.check_refusals,
         ],
         ids=lambda f: getattr(f, "func", f).__name__,

@@ -31,8 +31,6 @@ def refusals(call: KDACall, exact: bool = False) -> list[str]:
         reasons.append(f"head sizes up to {MAX_SIZE}, received K={K} V={call.v.shape[-1]}")
     if call.needs_grad and K > MAX_EXACT_GRADIENT and (exact or call.q.dtype == torch.float32):
         reasons.append(f"gradients with float32 operands up to K={MAX_EXACT_GRADIENT}, received K={K}")
-    if call.needs_grad and call.state_positions is not None:
-        reasons.append("gradients through states at chosen positions")
     return reasons
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from openkda.ops.device.api import are_plain, define, derive, refuse_derivative
 from openkda.ops.kda.triton.backward import backward
 from openkda.ops.kda.triton.launch import readable
+from openkda.ops.kda.triton.positions import backward_at_positions
 from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, _kda, kda_op
 from openkda.ops.triton.api import unit_stride
 
@@ -28,9 +29,11 @@ def _kda_backward(  # type: ignore[no-untyped-def]
         q, k, v, g, beta, A_log, dt_bias, cu, state, None, positions, gate, bound, scale, l2norm, sigmoid, True, v_first,
         state_dtype, exact, False,
     )  # fmt: skip
-    if dkept is not None:
-        raise NotImplementedError("gradients through states at chosen positions: use impl='chunkwise'")
-    found = backward(a, o, None if do is None else unit_stride(do), ds, state is not None)
+    do = None if do is None else unit_stride(do)
+    if dkept is None:
+        found = backward(a, o, do, ds, state is not None)
+    else:
+        found = backward_at_positions(a, o, do, ds, state is not None, kept, dkept)
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 

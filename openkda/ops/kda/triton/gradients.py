@@ -1,7 +1,8 @@
 """Backward, last kernel: from the products of one chunk to the gradients of its q, k and gate input.
 
-`products.py` has left, for a chunk of 64 tokens: dM and dA [64, 64], the gradients of the scores, and d(qd), d(kd), d(ke)
-[64, K], what the entering and leaving states say. With P_i the log decay summed up to token i and Q_i from it to the end,
+`products.py` has left, for a chunk of 64 tokens (16 bits: float16 with powers of two): dM and dA [64, 64], the gradients of
+the scores, and d(qd), d(kd), d(ke) [64, K], what the entering and leaving states say. With P_i the log decay summed up to
+token i and Q_i from it to the end,
 
     dq_i  = e^{P_i} d(qd)_i + sum_j dM_ij e^{P_i - P_j} k_j
     dk_i  = e^{P_i} d(kd)_i + sum_j dA_ij e^{P_i - P_j} k_j                            as the row of a pair
@@ -14,15 +15,15 @@ between} * e^{suffix in j}: the middle factor is one vector of channels, multipl
 bounded gate takes the tile's middle as anchor (16 tokens stay in float32 range); any other gate groups its pairs into
 levels, as `prepare.py` does. No exponent is positive but the bounded tile's.
 
-A program owns a slice of channels of one chunk. It first leaves the decayed operands of its four tiles in a scratch
-buffer, then walks the tiles from the last to the first with the sum of dP over later tokens in hand: loops instead of
-unrolled code, because 24 unrolled products took 70 s to compile and spilled. Slices of 16 channels and one warp: eight
-warps on whole rows waited for each other at every small product (7.6 ms at H = 96, T = 8192, K = 128 on an H200 against
-3.7; slices of 32 with two warps 4.6).
+A program owns a slice of channels of one chunk and walks its tiles from the last to the first with the sum of dP over later
+tokens in hand: loops instead of unrolled code, because 24 unrolled products took 70 s to compile and spilled. Slices of 16
+channels and one warp: eight warps on whole rows waited for each other at every small product (7.6 ms at H = 96, T = 8192,
+K = 128 on an H200 against 3.7; slices of 32 with two warps 4.6).
 
 A pair adds to dP at its row what it subtracts at its column. Both sides multiply the same rounded operands, so that the
-two cancel in the sum over later tokens: with q and k unrounded on one side a fast gate's gradient drowned in what was
-left (9.8e-2 of it at log decays near -5, bfloat16; now 3.6e-3). A token's pair with itself has no decay and is left out.
+two cancel in the sum over later tokens: the decayed q and k of a tile are those of `prepare.py` wherever they occur. With q
+and k unrounded on one side a fast gate's gradient drowned in what was left (9.8e-2 of it at log decays near -5, bfloat16;
+A_log 0.1 with the last tile's k alone unrounded). A token's pair with itself has no decay and is left out.
 Parameter gradients leave as one partial sum a chunk and are added in a fixed order, so two runs agree to the bit.
 """
 
@@ -40,6 +41,7 @@ from openkda.ops.kda.triton.gate_math import (
     decay_rate,
     find_sequence,
     log2_decay,
+    round_mantissa,
     sigmoid,
 )
 
@@ -65,83 +67,66 @@ def _unit(p, m, p_norm, real, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def _leave_operands(
-    p_q, p_k, p_z, p_dt, p_norm, p_dke, p_op, p_total, at_w, c, sqt, skt, sgt, left, count, m_c, rate, bound,
-    BK: tl.constexpr, BS: tl.constexpr, GATE: tl.constexpr, HAS_DT: tl.constexpr, L2NORM: tl.constexpr, OP: tl.constexpr,
-):  # fmt: skip
-    """First walk: every tile's q and k decayed from its start and k decayed to its end, [3, 64, BK], and its log2 decay.
-
-    Returns the log2 decay of the whole chunk and sum_i ke_i d(ke)_i, [BS] each.
-    """
-    i = tl.arange(0, 16)
-    after = tl.zeros([BS], tl.float32)
+def _written(p_dke, p_ke, p_decay, at_w, count, unit, BK: tl.constexpr, BS: tl.constexpr):
+    """sum_i ke_i d(ke)_i of the chunk [BS], and the decay of all of it."""
     written = tl.zeros([BS], tl.float32)
+    after = tl.full([BS], 1.0, tl.float32)
     for back in tl.range(0, count):
-        t = 16 * (count - 1 - back)
-        real = t + i < left
-        m = real[:, None] & m_c[None, :]
-        q, _ = _unit(p_q + ((t + i)[:, None] * sqt + c[None, :]), m, p_norm + 3 * t + 16 + i, real, L2NORM)
-        k, _ = _unit(p_k + ((t + i)[:, None] * skt + c[None, :]), m, p_norm + 3 * t + i, real, L2NORM)
-        _, g = _tile_decay(p_z + ((t + i)[:, None] * sgt + c[None, :]), p_dt, m, m_c, rate, bound, GATE, HAS_DT)
-        P = tl.cumsum(g, axis=0)
-        R = tl.sum(g, axis=0)
-        near = tl.exp2(P)
-        ke = k * tl.exp2(tl.minimum(R[None, :] - P, 0.0))
-        tl.store(p_op + t * BK + at_w, (q * near).to(OP))
-        tl.store(p_op + (64 + t) * BK + at_w, (k * near).to(OP))
-        tl.store(p_op + (128 + t) * BK + at_w, ke.to(OP))
-        tl.store(p_total + (t // 16) * BK, R)
-        dke = tl.load(p_dke + t * BK + at_w).to(tl.float32)
-        written += tl.sum(ke * dke, axis=0) * tl.exp2(after)
-        after += R
+        tile = count - 1 - back
+        ke = tl.load(p_ke + tile * (16 * BK) + at_w).to(tl.float32)
+        dke = tl.load(p_dke + tile * (16 * BK) + at_w).to(tl.float32) * unit
+        written += tl.sum(ke * dke, axis=0) * after
+        after *= tl.load(p_decay + tile * BK)
     return after, written
 
 
 @triton.jit
-def _as_rows(p_d, p_op, at_w, p_total, tile, BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
-    """What the earlier tiles give to the dq and dk of `tile` (its own prefix decay pending), and their log2 decay."""
+def _as_rows(
+    p_d, p_ke, at_w, p_decay, tile, d_unit, BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr
+):
+    """What the earlier tiles give to the dq and dk of `tile` (its own prefix decay pending), and their decay."""
     i = tl.arange(0, 16)
     dq = tl.zeros([16, BS], tl.float32)
     dk = tl.zeros([16, BS], tl.float32)
-    between = tl.zeros([BS], tl.float32)
+    e = tl.full([BS], 1.0, tl.float32)
     for back in tl.range(1, tile + 1):
         other = tile - back
         at = (16 * tile + i)[:, None] * 64 + (16 * other + i)[None, :]
-        ke = tl.load(p_op + (128 + 16 * other) * BK + at_w)
-        e = tl.exp2(between)[None, :]
-        dq += tl.dot(tl.load(p_d + at).to(OP), ke, input_precision=PREC) * e
-        dk += tl.dot(tl.load(p_d + 4096 + at).to(OP), ke, input_precision=PREC) * e
-        between += tl.load(p_total + other * BK)
-    return dq, dk, between
+        ke = tl.load(p_ke + 16 * other * BK + at_w)
+        dq += tl.dot(tl.load(p_d + at).to(OP), ke, input_precision=PREC) * e[None, :]
+        dk += tl.dot(tl.load(p_d + 4096 + at).to(OP), ke, input_precision=PREC) * e[None, :]
+        e *= tl.load(p_decay + other * BK)
+    return dq * d_unit, dk * d_unit, e
 
 
 @triton.jit
 def _as_columns(
-    p_d, p_op, at_w, p_total, tile, count, BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr
-):
-    """What the later tiles give to the dk of `tile` (its own suffix decay pending), and their log2 decay."""
+    p_d, p_qd, p_kd, at_w, p_decay, tile, count, d_unit,
+    BK: tl.constexpr, BS: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """What the later tiles give to the dk of `tile` (its own suffix decay pending), and their decay."""
     i = tl.arange(0, 16)
     dk = tl.zeros([16, BS], tl.float32)
-    between = tl.zeros([BS], tl.float32)
+    e = tl.full([BS], 1.0, tl.float32)
     for other in tl.range(tile + 1, count):
         at = (16 * other + i)[None, :] * 64 + (16 * tile + i)[:, None]  # transposed
-        d = tl.dot(tl.load(p_d + at).to(OP), tl.load(p_op + 16 * other * BK + at_w), input_precision=PREC)
-        d = tl.dot(
-            tl.load(p_d + 4096 + at).to(OP), tl.load(p_op + (64 + 16 * other) * BK + at_w), d, input_precision=PREC
-        )
-        dk += d * tl.exp2(between)[None, :]
-        between += tl.load(p_total + other * BK)
-    return dk, between
+        d = tl.dot(tl.load(p_d + at).to(OP), tl.load(p_qd + 16 * other * BK + at_w), input_precision=PREC)
+        d = tl.dot(tl.load(p_d + 4096 + at).to(OP), tl.load(p_kd + 16 * other * BK + at_w), d, input_precision=PREC)
+        dk += d * e[None, :]
+        e *= tl.load(p_decay + other * BK)
+    return dk * d_unit, e
 
 
 @triton.jit
-def _own_pairs(p_d, tile, q, k, g, bound, BS: tl.constexpr, GATE: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr):
+def _own_pairs(
+    p_d, tile, q, k, g, bound, d_unit, BS: tl.constexpr, GATE: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr
+):
     """Pairs inside a tile: dq, dk and dP."""
     i = tl.arange(0, 16)
     at = (16 * tile + i)[:, None] * 64 + (16 * tile + i)[None, :]
     dM = tl.load(p_d + at)
     dA = tl.load(p_d + 4096 + at)
-    own = tl.sum(tl.where(i[:, None] == i[None, :], dM.to(tl.float32), 0.0), axis=1)[:, None]
+    own = tl.sum(tl.where(i[:, None] == i[None, :], dM.to(tl.float32), 0.0), axis=1)[:, None] * d_unit
     dM = tl.where(i[:, None] > i[None, :], dM, 0.0)
     dq = own * k  # a token with itself: no decay between, so nothing for dP
     dk = own * q
@@ -149,13 +134,15 @@ def _own_pairs(p_d, tile, q, k, g, bound, BS: tl.constexpr, GATE: tl.constexpr, 
         shifted = tl.cumsum(g, axis=0) - bound * (8.0 * LOG2E)
         up = tl.exp2(shifted)
         down = tl.exp2(-shifted)
-        qu = (q * up).to(OP)
-        ku = (k * up).to(OP)
-        kc = (k * down).to(OP)
-        q1 = tl.dot(dM.to(OP), kc, input_precision=PREC)
-        row = tl.dot(dA.to(OP), kc, input_precision=PREC)
-        col = tl.dot(tl.trans(dM.to(OP)), qu, input_precision=PREC)
-        col = tl.dot(tl.trans(dA.to(OP)), ku, col, input_precision=PREC)
+        qu = round_mantissa(q * up, PREC)  # up to 2^58: float16 has no room for them
+        ku = round_mantissa(k * up, PREC)
+        kc = round_mantissa(k * down, PREC)
+        dM = dM.to(tl.float32)
+        dA = dA.to(tl.float32)
+        q1 = tl.dot(dM, kc, input_precision=PREC) * d_unit
+        row = tl.dot(dA, kc, input_precision=PREC) * d_unit
+        col = tl.dot(tl.trans(dM), qu, input_precision=PREC)
+        col = tl.dot(tl.trans(dA), ku, col, input_precision=PREC) * d_unit
         dP = qu * q1 + ku * row - kc * col
         return dq + q1 * up, dk + row * up + col * down, dP
     else:
@@ -172,10 +159,10 @@ def _own_pairs(p_d, tile, q, k, g, bound, BS: tl.constexpr, GATE: tl.constexpr, 
             Al = tl.where(m, dA, 0.0).to(OP)
             qe = (q * e).to(OP)
             ke = (k * e).to(OP)
-            q1 = tl.dot(Ml, ke, input_precision=PREC)
+            q1 = tl.dot(Ml, ke, input_precision=PREC) * d_unit
             d = tl.dot(Al, ke, input_precision=PREC)
             d = tl.dot(tl.trans(Ml), qe, d, input_precision=PREC)
-            d = tl.dot(tl.trans(Al), ke, d, input_precision=PREC)
+            d = tl.dot(tl.trans(Al), ke, d, input_precision=PREC) * d_unit
             dP += qe * q1 + tl.where(upper[:, None], ke * d, -(ke * d))
             dq += q1 * e
             dk += d * e
@@ -213,19 +200,20 @@ def _gate_gradient(dg, z, g2, rate, bound, GATE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
 def gradients_kernel(
-    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, op_p, total_p, norm_p, rows_p,
+    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, unit_p,
+    kd_p, qd_p, ke_p, decay_p, norm_p, rows_p,
     dq_p, dk_p, dz_p, ddt_p, dA_log_p,
     sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh,
     B, T, N, slots, tiles, bound,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk of 64 tokens, value head and slice of BS channels.
 
-    d [HV, slots, 2, 64, 64], wide [HV, slots, 3, 64, BK] and both [HV, slots, BK] from `products.py`.
-    op [HV, slots, 3, 64, BK] and total [HV, slots, 4, BK] are scratch; norm [HV, tiles, 3, 16] from `prepare.py`,
-    rows [2, B, T, HV] from `products.py`.
+    d [HV, slots, 2, 64, 64], wide [HV, slots, 3, 64, BK], both [HV, slots, BK], unit [HV, slots, BK / BP, 4] and rows
+    [2, B, T, HV] from `products.py`; kd, qd, ke [HV, tiles, 16, BK], decay [HV, tiles, BK] and norm [HV, tiles, 3, 16] from
+    `prepare.py`.
     Writes dq, dk, dz [B, T, HV, K], ddt [slots, HV, K], dA_log [slots, HV, K].
     """
     C: tl.constexpr = 64
@@ -271,8 +259,21 @@ def gradients_kernel(
     block = h * slots + slot
     p_d = d_p + block * (2 * C * C)
     p_wide = wide_p + block * (3 * C * BK)
-    p_op = op_p + block * (3 * C * BK)
-    p_total = total_p + block * (4 * BK) + c
+    at_tile = h * tiles + tile0
+    p_qd = qd_p + at_tile * (16 * BK)
+    p_kd = kd_p + at_tile * (16 * BK)
+    p_ke = ke_p + at_tile * (16 * BK)
+    p_decay = decay_p + at_tile * BK + c
+    d_unit = 1.0
+    dqd_unit = 1.0
+    dkd_unit = 1.0
+    dke_unit = 1.0
+    if tl.float16 == OP:
+        p_unit = unit_p + (block * (BK // BP) + (pid % NS) * BS // BP) * 4
+        d_unit = tl.load(p_unit)
+        dqd_unit = tl.load(p_unit + 1)
+        dkd_unit = tl.load(p_unit + 2)
+        dke_unit = tl.load(p_unit + 3)
     at_q = i[:, None] * sqt + c[None, :]
     at_k = i[:, None] * skt + c[None, :]
     at_z = i[:, None] * sgt + c[None, :]
@@ -284,12 +285,8 @@ def gradients_kernel(
     if HAS_A:
         rate = decay_rate(tl.load(A_log_p + h))
 
-    whole, carry = _leave_operands(
-        p_q, p_k, p_z, p_dt, p_norm, p_wide + 2 * C * BK, p_op, p_total, at_w, c, sqt, skt, sgt, left, count, m_c, rate, bound,
-        BK, BS, GATE, HAS_DT, L2NORM, OP,
-    )  # fmt: skip
-    tl.debug_barrier()  # the tiles read each other's operands
-    carry += tl.load(both_p + block * BK + c) * tl.exp2(whole)
+    whole, carry = _written(p_wide + 2 * C * BK, p_ke, p_decay, at_w, count, dke_unit, BK, BS)
+    carry += tl.load(both_p + block * BK + c) * whole
     ddt = tl.zeros([BS], tl.float32)
     dA = tl.zeros([BS], tl.float32)
     for back in tl.range(0, count):
@@ -301,28 +298,20 @@ def gradients_kernel(
         q, q_norm = _unit(p_q + t * sqt + at_q, m, p_norm + 48 * tile + 16 + i, real, L2NORM)
         k, k_norm = _unit(p_k + t * skt + at_k, m, p_norm + 48 * tile + i, real, L2NORM)
         _, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
-        dq, dk, dP = _own_pairs(p_d, tile, q, k, g, bound, BS, GATE, OP, PREC)
+        dq, dk, dP = _own_pairs(p_d, tile, q, k, g, bound, d_unit, BS, GATE, OP, PREC)
         P = tl.cumsum(g, axis=0)
         near = tl.exp2(P)
         far = tl.exp2(tl.minimum(tl.sum(g, axis=0)[None, :] - P, 0.0))
-        d, d_k, before = _as_rows(p_d, p_op, at_w, p_total, tile, BK, BS, OP, PREC)
-        dP += (q * near).to(OP) * d + (k * near).to(OP) * d_k
-        e = tl.exp2(before)[None, :]
-        d = near * d
-        d_k = near * d_k
-        near *= e
-        w = near * tl.load(p_wide + t * BK + at_w)
-        dP += q * w
-        dq += d + w
-        w = near * tl.load(p_wide + (C + t) * BK + at_w)
-        dP += k * w
-        dk += d_k + w
-        d, after = _as_columns(p_d, p_op, at_w, p_total, tile, count, BK, BS, OP, PREC)
-        dP -= (k * far).to(OP) * d
+        d, d_k, before = _as_rows(p_d, p_ke, at_w, p_decay, tile, d_unit, BK, BS, OP, PREC)
+        d += before[None, :] * (tl.load(p_wide + t * BK + at_w) * dqd_unit)
+        d_k += before[None, :] * (tl.load(p_wide + (C + t) * BK + at_w) * dkd_unit)
+        dP += tl.load(p_qd + t * BK + at_w).to(tl.float32) * d + tl.load(p_kd + t * BK + at_w).to(tl.float32) * d_k
+        dq += near * d
+        dk += near * d_k
+        d, after = _as_columns(p_d, p_qd, p_kd, at_w, p_decay, tile, count, d_unit, BK, BS, OP, PREC)
+        d += after[None, :] * (tl.load(p_wide + (2 * C + t) * BK + at_w) * dke_unit)
+        dP -= tl.load(p_ke + t * BK + at_w).to(tl.float32) * d
         dk += far * d
-        w = far * tl.exp2(after)[None, :] * tl.load(p_wide + (2 * C + t) * BK + at_w)
-        dP -= k * w
-        dk += w
         if L2NORM:
             along_q = tl.load(p_rows + (t + i) * HV, real, other=0.0)
             along_k = tl.load(p_rows + B.to(tl.int64) * T * HV + (t + i) * HV, real, other=0.0)

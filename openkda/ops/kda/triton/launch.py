@@ -188,11 +188,13 @@ def _pass(
     workspace, (kd, qd, ke, tm, decay, *tokens) = carve(*parts[: 6 if scaled else 5], device=o.device)
     token = tokens[0] if scaled else decay
     small = ("tf32x3" if a.q.dtype == torch.float32 else "bf16x3") if a.exact else "tf32"
-    tensors: tuple[Tensor | None, ...] = (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token)
+    tensors: tuple[Tensor | None, ...] = (
+        a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, None, None, None,
+    )  # fmt: skip
     steps: tuple[int, ...] = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g), *a.beta.stride())
     constants: tuple[object, ...] = (
         HV, HV // H, K, BK, min(32, BK), C, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None,
-        a.l2norm, a.sigmoid, scaled, _TL[op], small, small, small, False, False,
+        a.l2norm, a.sigmoid, scaled, _TL[op], small, small, small, False,
     )  # fmt: skip
     launch(prepare_kernel, slots * HV, tensors, steps, (T, N, slots, a.bound, EPS), constants, 1, o.device)
     leader, places = None, None

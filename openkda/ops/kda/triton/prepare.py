@@ -152,18 +152,33 @@ def _invert(A, C: tl.constexpr, PREC: tl.constexpr):
     return W
 
 
+@triton.jit
+def _through_T(X, x_p, out_p, block, C: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, OP: tl.constexpr):
+    """X [C, C] times a chunk's kd or ke. T in full: for keys of nearly one direction its rows take differences of theirs."""
+    t = tl.arange(0, C)
+    for c0 in tl.range(0, BK, BC, num_stages=1):
+        at = block * (C * BK) + t[:, None] * BK + (c0 + tl.arange(0, BC))[None, :]
+        x = tl.load(x_p + at).to(tl.float32)
+        tl.store(out_p + at, tl.dot(X, x, input_precision="tf32x3").to(OP))
+
+
 @triton.jit(do_not_specialize=["sbb", "sbt", "sbh", "T", "N", "slots"])
 def prepare_kernel(
     q_p, k_p, g_p, beta_p, A_log_p, dt_bias_p, cu_p,
-    kd_p, qd_p, ke_p, tm_p, decay_p, token_p,
+    kd_p, qd_p, ke_p, tm_p, decay_p, token_p, w_p, y_p, unit_p,
     sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh, sbb, sbt, sbh,
     T, N, slots, bound, eps,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     C: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, SIGMOID: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
-    INNER_PREC: tl.constexpr, SMALL: tl.constexpr, FLOOR: tl.constexpr = False, NORMS: tl.constexpr = False,
+    INNER_PREC: tl.constexpr, SMALL: tl.constexpr, WALK: tl.constexpr = False,
 ):  # fmt: skip
-    """One program a chunk and value head. Writes kd, qd, ke [HV, slots, C, BK], tm = T and M [HV, slots, 2, C, C]."""
+    """One program a chunk and value head. Writes kd, qd, ke [HV, slots, C, BK], tm = T and M [HV, slots, 2, C, C].
+
+    WALK: for the backward (`walks.py`), M T in place of M; w = T kd and y = T^T ke [HV, slots, C, BK], each row with a power
+    of two in unit [HV, slots, 2, C]; and with L2NORM what k and q were multiplied by, as the first rows of token
+    [HV, slots, 3, C].
+    """
     pid = tl.program_id(0)
     head = pid % HV
     slot = pid // HV
@@ -191,7 +206,7 @@ def prepare_kernel(
     beta = tl.load(beta_p + batch * sbb + h * sbh + rows * sbt, real, other=0.0).to(tl.float32)
     if SIGMOID:
         beta = tl.where(real, sigmoid(beta), 0.0)
-    if FLOOR:  # the backward divides by beta (products.py)
+    if WALK:  # the backward divides by beta (products.py)
         beta = tl.where(real, tl.maximum(beta, BETA_FLOOR), 0.0)
     rate = 1.0
     if HAS_A:
@@ -199,7 +214,7 @@ def prepare_kernel(
     block = h * slots + slot
     k_size, k_up = _token_factor(k_p, real, eps, K, BK, L2NORM, SCALED)
     q_size, q_up = _token_factor(q_p, real, eps, K, BK, L2NORM, SCALED)
-    if NORMS:  # for the backward
+    if WALK and L2NORM:
         tl.store(token_p + (block * 3 + 0) * C + t, k_size)
         tl.store(token_p + (block * 3 + 1) * C + t, q_size)
 
@@ -256,5 +271,15 @@ def prepare_kernel(
     else:
         X = X * beta[None, :]
     square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
+    if WALK:
+        M = tl.dot(M, X, input_precision="tf32x3")
     tl.store(square, round_mantissa(X, SMALL))
     tl.store(square + C * C, round_mantissa(M, SMALL))
+    if WALK:
+        w_up, w_down = power_of_two(tl.sum(tl.abs(X), axis=1), 10)
+        y_up, y_down = power_of_two(tl.sum(tl.abs(X), axis=0), 10)
+        tl.store(unit_p + block * (2 * C) + t, w_down)
+        tl.store(unit_p + block * (2 * C) + C + t, y_down)
+        tl.debug_barrier()  # kd and ke are read again by other threads than those that wrote them
+        _through_T(X * w_up[:, None], kd_p, w_p, block, C, BK, BC, OP)
+        _through_T(tl.trans(X) * y_up[:, None], ke_p, y_p, block, C, BK, BC, OP)

@@ -1,4 +1,4 @@
-"""Backward, third kernel: the serial walk from the last chunk to the first that carries the state's gradient.
+"""Backward, the serial walk from the last chunk to the first that carries the state's gradient (the other half of `walks.py`).
 
 With T, M, kd, qd, ke and decay of `prepare.py`, one chunk of the forward is, from the entering state S,
 
@@ -6,12 +6,13 @@ With T, M, kd, qd, ke and decay of `prepare.py`, one chunk of the forward is, fr
 
 and its reverse, from the gradient dS' of the leaving state and do of the output,
 
-    dU = scale M^T do + ke dS'      dD = T^T dU      dS = Diag(decay) dS' + scale qd^T do - kd^T dD
+    dD = T^T (scale M^T do + ke dS') = scale (M T)^T do + y dS'          y = T^T ke
+    dS = Diag(decay) dS' + scale qd^T do - kd^T dD
 
 dD is the gradient of v. A program owns BV value channels of one head of one sequence, holds dS^T [BV, BK] in float32
 registers, and leaves dD, and dS' of every SAVE chunks (for `products.py`).
 
-float16 operands carry a power of two per value channel, since nothing bounds a gradient; T and M, which are small, are met in
+float16 operands carry a power of two per value channel, since nothing bounds a gradient; M T, which is small, is met in
 tf32, which has float32's range.
 """
 
@@ -21,80 +22,79 @@ import triton
 import triton.language as tl
 
 from openkda.ops.kda.triton.gate_math import round_mantissa
-from openkda.ops.kda.triton.replay import scaled_dot
+from openkda.ops.kda.triton.replay import joint, keep, keep_state, largest, operand, place
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "saves"])
-def reverse_scan_kernel(
-    do_p, dd_p, cu_p, ds1_p, ds0_p, ds_p,
-    kd_p, qd_p, ke_p, tm_p, decay_p,
-    sob, sot, soh, sdb, sdt, sdh, s1n, s1h, s1k, s1v,
-    T, N, slots, saves, scale,
+@triton.jit
+def reverse(
+    dS, rows, do_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p,
+    kd_p, qd_p, y_p, tm_p, decay_p, unit_p,
+    sob, sot, soh, s1n, s1h, s1k, s1v,
+    n, h, j, x, T, slots, saves, scale,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DS0: tl.constexpr, HAS_DO: tl.constexpr,
+    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DO: tl.constexpr,
     OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, value head, block of BV value channels). ds [HV, saves, V, BK], ds0 [N, HV, K, V]."""
+    """The value channels x, block j, of head h of sequence n: dS^T [BV, BK] times rows [BV] of the state after it -> of
+    the state before it."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    x = (pid % NV) * BV + tl.arange(0, BV)
-    h = pid // NV % HV
-    n = pid // NV // HV
-    if PACKED:
-        start = tl.load(cu_p + n).to(tl.int64)
-        length = (tl.load(cu_p + n + 1).to(tl.int64) - start).to(tl.int32)
-        slot = start // C + n
-        save = start // (C * SAVE) + n
-        batch = n * 0
-    else:
-        start = n * 0
-        length = T
-        batch = n
-        slot = n * tl.cdiv(T, C)
-        save = n * tl.cdiv(T, C * SAVE)
+    batch, start, length, slot, save = place(n, cu_p, T, C, SAVE, PACKED)
     t = tl.arange(0, C)
     c = tl.arange(0, BK)
-    m_s = (x < V)[:, None] & (c < K)[None, :]
-    dS = tl.zeros([BV, BK], tl.float32)
     if HAS_DS1:
-        dS = tl.load(ds1_p + n * s1n + h * s1h + x[:, None] * s1v + c[None, :] * s1k, m_s, other=0.0).to(tl.float32)
+        m_s = (x < V)[:, None] & (c < K)[None, :]
+        dS = dS * rows[:, None]
+        rows = rows * 0.0 + 1.0
+        dS += tl.load(ds1_p + n * s1n + h * s1h + x[:, None] * s1v + c[None, :] * s1k, m_s, other=0.0).to(tl.float32)
 
     chunks = tl.cdiv(length, C)
     block = h * slots + slot + chunks - 1
     p_wide = block * (C * BK) + t[:, None] * BK + c[None, :]
-    p_square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
+    p_square = tm_p + block * (2 * C * C) + C * C + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
+    p_unit = unit_p + block * (2 * C) + C + t
     p_ds = ds_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
+    p_ds_unit = ds_unit_p + (h * saves + save) * NV + j
+    p_dd_unit = dd_unit_p + block * NV + j
     row = start + (chunks - 1) * C + t
     if HAS_DO:
         p_do = do_p + batch * sob + h * soh + row[:, None] * sot + x[None, :]
-    p_dd = dd_p + batch * sdb + h * sdh + row[:, None] * sdt + x[None, :]
+    p_dd = dd_p + ((batch * T + row)[:, None] * HV + h) * V + x[None, :]
     for i in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - i
-        leaves = (chunk % SAVE == SAVE - 1) | (i == 0)
         m_v = (t < length - chunk * C)[:, None] & (x < V)[None, :]
+        y = tl.load(y_p + p_wide)
         kd = tl.load(kd_p + p_wide)
-        qd = tl.load(qd_p + p_wide)
-        ke = tl.load(ke_p + p_wide)
-        T1 = tl.load(p_square)
-        M1 = tl.load(p_square + C * C)
         decay = tl.load(p_decay)
-        if leaves:
-            tl.store(p_ds + (chunk // SAVE) * (V * BK), dS.to(ds_p.dtype.element_ty), (x < V)[:, None])
-        dU = scaled_dot(dS, tl.trans(ke), OP, PREC)
-        dS *= decay[None, :]
+        y_unit = tl.load(p_unit)
+        size = largest(dS)
+        a, down = operand(dS, size, OP)
+        size *= rows
+        if (chunk % SAVE == SAVE - 1) | (i == 0):
+            at = chunk // SAVE
+            keep_state(p_ds + at * (V * BK), p_ds_unit + at * NV, dS, size, rows, (x < V)[:, None])
+        dD = tl.dot(a, tl.trans(y), input_precision=PREC) * (down * rows)[:, None] * y_unit[None, :]
         if HAS_DO:
+            qd = tl.load(qd_p + p_wide)
+            MT = tl.load(p_square)
             dot = tl.trans(tl.load(p_do, m_v, other=0.0)).to(tl.float32) * scale
-            dU = tl.dot(round_mantissa(dot, PREC), M1, dU, input_precision=PREC)
-            dS += scaled_dot(dot, qd, OP, PREC)
-        dD = tl.dot(round_mantissa(dU, PREC), T1, input_precision=PREC)
-        dS -= scaled_dot(dD, kd, OP, PREC)
-        tl.store(p_dd, tl.trans(dD).to(dd_p.dtype.element_ty), m_v)
+            dD = tl.dot(round_mantissa(dot, PREC), MT, dD, input_precision=PREC)
+        d_size = largest(dD)
+        keep(p_dd, p_dd_unit, dD, d_size, m_v, True)
+        if HAS_DO:
+            d_size = tl.maximum(d_size, largest(dot))
+        up, down = joint(size, d_size, OP)
+        dS *= decay[None, :] * (rows * up)[:, None]
+        dS = tl.dot((dD * -up[:, None]).to(OP), kd, dS, input_precision=PREC)
+        if HAS_DO:
+            dS = tl.dot((dot * up[:, None]).to(OP), qd, dS, input_precision=PREC)
+        rows = down
         p_wide -= C * BK
         p_square -= 2 * C * C
         p_decay -= BK
+        p_unit -= 2 * C
+        p_dd_unit -= NV
         if HAS_DO:
             p_do -= C * sot
-        p_dd -= C * sdt
-    if HAS_DS0:
-        tl.store(ds0_p + (n * HV + h) * (K * V) + c[None, :] * V + x[:, None], dS, m_s)
+        p_dd -= C * (HV * V)
+    return dS, rows
