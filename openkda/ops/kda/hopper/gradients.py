@@ -1,0 +1,261 @@
+"""Backward, last kernel, on Hopper: the gradients of q, k and the gate input of one chunk of 64 tokens.
+
+The algebra, the inputs and the outputs are those of `triton/gradients.py`, which runs everywhere else. One program owns 64
+channels of a chunk. Its 64 KB are on their way before anything is computed; three programs share an SM.
+
+Tiles of 16 tokens. Pairs in two tiles meet at the end of the earlier or the start of the later one: float16 operands, decays
+of at most one. Pairs inside a tile take the tile's middle as anchor where the gate is bounded (tf32: factors up to 2^58), and
+levels of 8, 4, 2 and 1 tokens for any other gate. Sums of log decays are products with zeros and ones of the log decays
+rounded to float16 (which moves a weight e^-x by at most 9e-5), as in the Hopper forward.
+
+A pair adds to dP at its row what it subtracts at its column; both sides multiply the same rounded operands (docs/decisions.md).
+The sum of dP over later tokens is a product with ones as well, of two tf32 terms, good to 2^-22.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from openkda.ops.kda.hopper.gradient_tiles import (  # fmt: skip
+    B16,
+    B32,
+    BOUNDED,
+    CHAN,
+    FLAT,
+    LOG2E,
+    MM,
+    S1,
+    S32,
+    S128,
+    TOK,
+    _a16,
+    _a32,
+    _across,
+    _ex2,
+    _fetch,
+    _folded,
+    _from_earlier,
+    _from_later,
+    _gate_gradient,
+    _inside_bounded,
+    _inside_levels,
+    _keep,
+    _level_table,
+    _log2_decay,
+    _rcp,
+    _row,
+    _tile,
+    _write,
+)
+
+
+@gluon.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
+def gradients_kernel(
+    q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, unit_p, norm_p, rows_p,
+    dq_p, dk_p, dz_p, ddt_p, dA_log_p,
+    sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh,
+    B, T, N, slots, tiles, bound,
+    HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, GATE: gl.constexpr,
+    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """q, k and g may be strided. d [HV, slots, 2, 64, 64] and wide [HV, slots, 3, 64, BK], float16, times unit
+    [HV, slots, BK / 64, 4] (of d, d(qd), d(kd), d(ke)); both [HV, slots, BK]; norm [HV, tiles, 3, 16], of k and q; rows
+    [2, B, T, HV]: as for `triton/gradients.py`.
+    Writes dq, dk, dz [B, T, HV, K], ddt and dA_log [slots, HV, K].
+    """
+    NS: gl.constexpr = (BK + 63) // 64
+    pid = gl.program_id(0).to(gl.int64)
+    part = (pid % NS).to(gl.int32)
+    h = pid // NS % HV
+    slot = pid // NS // HV
+    if PACKED:
+        low = (slot * 0).to(gl.int32)
+        high = low + N
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (gl.load(cu_p + middle) // 64 + middle).to(gl.int32) <= slot:
+                low = middle
+            else:
+                high = middle
+        start = gl.load(cu_p + low).to(gl.int64)
+        first = (slot - (start // 64 + low)) * 64
+        length = gl.load(cu_p + low + 1).to(gl.int64) - start
+        tile0 = start // 16 + low + first // 16
+        batch = slot * 0
+    else:
+        per = (T + 63) // 64
+        batch = slot // per
+        first = (slot % per) * 64
+        length = slot * 0 + T
+        tile0 = batch * ((T + 15) // 16) + first // 16
+        start = slot * 0
+    c0 = part * 64
+    chan = c0 + gl.arange(0, 64, layout=CHAN)
+    m_c = chan < K
+    p_sum = (slot * HV + h) * K
+    if first >= length:
+        if HAS_DT:
+            gl.store(ddt_p + p_sum + chan, gl.zeros([64], gl.float32, CHAN), m_c)
+        if HAS_A:
+            gl.store(dA_log_p + p_sum + chan, gl.zeros([64], gl.float32, CHAN), m_c)
+        return
+    row = start + first
+    left = gl.minimum(length - first, 64).to(gl.int32)
+    block = h * slots + slot
+
+    q_s = gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128)
+    k_s = gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128)
+    z_s = gl.allocate_shared_memory(g_p.dtype.element_ty, [64, 64], S128)
+    M_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
+    A_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
+    wq_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
+    wk_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
+    we_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
+    r_s = gl.allocate_shared_memory(gl.float32, [4, 64], S1)
+    v_s = gl.allocate_shared_memory(gl.float32, [5, 64], S1)
+    _fetch(z_s, g_p + batch * sgb + h * sgh + row * sgt + c0, sgt, left, c0, K)
+    _fetch(k_s, k_p + batch * skb + h // GROUP * skh + row * skt + c0, skt, left, c0, K)
+    p_w = wide_p + block * (3 * 64 * BK) + c0
+    _fetch(we_s, p_w + 2 * 64 * BK, BK, 64, c0, BK)
+    async_copy.commit_group()
+    _fetch(q_s, q_p + batch * sqb + h // GROUP * sqh + row * sqt + c0, sqt, left, c0, K)
+    _fetch(M_s, d_p + block * 8192, 64, 64, 0, 64)
+    _fetch(A_s, d_p + block * 8192 + 4096, 64, 64, 0, 64)
+    _fetch(wq_s, p_w, BK, 64, c0, BK)
+    _fetch(wk_s, p_w + 64 * BK, BK, 64, c0, BK)
+    async_copy.commit_group()
+
+    p_unit = unit_p + (block * NS + part) * 4
+    ud = gl.load(p_unit)
+    per_unit = 1.0 / ud
+    uq = gl.load(p_unit + 1) * per_unit
+    uk = gl.load(p_unit + 2) * per_unit
+    ue = gl.load(p_unit + 3) * per_unit
+    t64 = gl.arange(0, 64, layout=FLAT)
+    real = t64 < left
+    p_n = norm_p + (h * tiles + tile0) * 48 + t64 // 16 * 48 + t64 % 16
+    p_r = rows_p + (batch * T + row) * HV + h + t64 * HV
+    r_k = gl.load(p_n, real, other=0.0)
+    r_q = gl.load(p_n + 16, real, other=0.0)
+    a_q = gl.load(p_r, real, other=0.0) * per_unit
+    a_k = gl.load(p_r + B.to(gl.int64) * T * HV, real, other=0.0) * per_unit
+    v_s.index(0).store(r_q)
+    v_s.index(1).store(r_k)
+    v_s.index(2).store(a_q)
+    v_s.index(3).store(a_k)
+    if GATE != BOUNDED:
+        v_s.index(4).store(gl.load(d_p + block * 8192 + t64 * 65).to(gl.float32))
+        w_s = gl.allocate_shared_memory(gl.float16, [12, 16, 16], S32)
+        for level in gl.static_range(4):
+            _level_table(w_s, 3 * level, 8 >> level)
+    rate = 1.0
+    if HAS_A:
+        rate = gl.exp2(gl.minimum(gl.load(A_log_p + h).to(gl.float32) * LOG2E, 115.0))
+    dt = gl.zeros([64], gl.float32, CHAN)
+    if HAS_DT:
+        dt = gl.load(dt_bias_p + h * K + chan, m_c, other=0.0)
+    both = gl.load(both_p + block * BK + chan, chan < BK, other=0.0)
+    dt = dt[:, None]
+    tok = gl.arange(0, 16, layout=TOK)[None, :]
+    j16 = gl.arange(0, 16, layout=gl.SliceLayout(1, B16))[:, None]
+    i16 = gl.arange(0, 16, layout=gl.SliceLayout(0, B16))[None, :]
+    until = gl.where(j16 <= i16, 1.0, 0.0).to(gl.float16)
+    j32 = gl.arange(0, 16, layout=gl.SliceLayout(1, B32))[:, None]
+    i32 = gl.arange(0, 16, layout=gl.SliceLayout(0, B32))[None, :]
+    j32 = j32 // 8 * 8 + j32 % 4 * 2 + j32 // 4 % 2
+    since = gl.where(j32 >= i32, 1.0, 0.0)
+    mid = bound * (8.0 * LOG2E)
+    zero = gl.zeros([64, 16], gl.float32, MM)
+    none = gl.zeros([64], gl.float32, CHAN)
+    async_copy.wait_group(1)
+    gl.thread_barrier()
+
+    # From the last tile to the first: log2 decays, keys decayed to their tile's end, what these say to the leaving state.
+    x0, x1, x2, x3, f0, f1, f2, f3 = zero, zero, zero, zero, zero, zero, zero, zero
+    written = _folded(zero)
+    after = none
+    for t in gl.static_range(3, -1, -1):
+        g = _log2_decay(_tile(z_s, t) + dt, rate, bound, GATE)
+        g = gl.where(tok + 16 * t < left, g, 0.0).to(gl.float16)
+        R = gl.sum(g.to(gl.float32), axis=1)
+        k = _tile(k_s, t) * _row(v_s, 1, t)
+        if GATE == BOUNDED:
+            x = _ex2(-mma_v2(_a16(g), until, zero - mid))
+            f = (k * (x * _ex2(R - mid)[:, None])).to(gl.float16)
+        else:
+            x = g
+            P = mma_v2(_a16(g), until, zero)
+            f = (k * _ex2(gl.minimum(R[:, None] - P, 0.0))).to(gl.float16)
+        written += _folded(f.to(gl.float32) * (_tile(we_s, t) * _ex2(after)[:, None]))
+        after += R
+        r_s.index(t).store(R)
+        if t == 0:
+            x0, f0 = x, f
+        elif t == 1:
+            x1, f1 = x, f
+        elif t == 2:
+            x2, f2 = x, f
+        else:
+            x3, f3 = x, f
+    carry = _across(written) * ue + both * _ex2(after) * per_unit
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    xs = (x0, x1, x2, x3)
+    fs = (f0, f1, f2, f3)
+    ddt = _folded(zero)
+    dA = ddt
+    n1, n2, n3, l1, l2, l3 = f0, f0, f0, f0, f0, f0
+    for t in gl.static_range(3, -1, -1):
+        k = _tile(k_s, t) * _row(v_s, 1, t)
+        q = _tile(q_s, t) * _row(v_s, 0, t)
+        if GATE == BOUNDED:
+            down = xs[t]
+            up = _rcp(down)
+            dq, dk, dP = _inside_bounded(q, k, up, down, M_s, A_s, t, zero)
+            near = up * _ex2(none + mid)[:, None]
+            far = down * _ex2(r_s.index(t).load(CHAN) - mid)[:, None]
+        else:
+            dq, dk, dP = _inside_levels(q, k, xs[t], _row(v_s, 4, t), w_s, M_s, A_s, t, zero)
+            P = mma_v2(_a16(xs[t]), until, zero)
+            near = _ex2(P)
+            far = _ex2(gl.minimum(r_s.index(t).load(CHAN)[:, None] - P, 0.0))
+        b = _from_earlier(M_s, fs, wq_s, uq, r_s, t, zero, none)
+        qn = (q * near).to(gl.float16)
+        dP += qn.to(gl.float32) * b
+        dq += near * b
+        _keep(q_s, t, (_row(v_s, 0, t) * ud) * (dq - q * _row(v_s, 2, t)))
+        b = _from_earlier(A_s, fs, wk_s, uk, r_s, t, zero, none)
+        kn = (k * near).to(gl.float16)
+        dP += kn.to(gl.float32) * b
+        dk += near * b
+        b, dP = _from_later(M_s, A_s, fs[t], (f0, n1, n2, n3), (f0, l1, l2, l3), we_s, ue, r_s, dP, t, zero, none)
+        dk += far * b
+        _keep(k_s, t, (_row(v_s, 1, t) * ud) * (dk - k * _row(v_s, 3, t)))
+        high = (dP.to(gl.int32, bitcast=True) & -0x2000).to(gl.float32, bitcast=True)
+        dg = mma_v2(_a32(high), since, carry[:, None] + zero, input_precision="tf32")
+        dg = mma_v2(_a32(dP - high), since, dg, input_precision="tf32")
+        carry += gl.sum(dP, axis=1)
+        dz, da = _gate_gradient(dg, _tile(z_s, t) + dt, xs[t], rate, bound, ud, GATE)
+        dz = gl.where(tok + 16 * t < left, dz, 0.0)
+        _keep(z_s, t, dz)
+        if HAS_DT:
+            ddt += _folded(dz)
+        if HAS_A:
+            dA += _folded(gl.where(tok + 16 * t < left, da, 0.0))
+        if t == 3:
+            n3, l3 = qn, kn
+        elif t == 2:
+            n2, l2 = qn, kn
+        elif t == 1:
+            n1, l1 = qn, kn
+    gl.thread_barrier()
+    out = ((batch * T + row) * HV + h) * K + c0
+    _write(dq_p + out, q_s, HV * K, left, c0, K)
+    _write(dk_p + out, k_s, HV * K, left, c0, K)
+    _write(dz_p + out, z_s, HV * K, left, c0, K)
+    if HAS_DT:
+        gl.store(ddt_p + p_sum + chan, _across(ddt), m_c)
+    if HAS_A:
+        gl.store(dA_log_p + p_sum + chan, _across(dA), m_c)
