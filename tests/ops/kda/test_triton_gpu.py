@@ -256,3 +256,73 @@ def test_repeats_are_bit_equal_under_load() -> None:
             busy @ busy
         got = checks.run(x)
         assert torch.equal(got.output, want.output) and torch.equal(got.final_state, want.final_state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_no_compilation_after_the_first_call(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other lengths, batches and packs (of as many members, to the next power of two, for the Hopper kernels) are served by
+    what the first call compiled."""
+    from triton import knobs
+
+    options = {"H": 80, "K": 128, "use_qk_l2norm": True, "use_beta_sigmoid": True}
+
+    def call(**sizes: Any) -> None:
+        x = make_inputs(0, **options, **sizes)
+        x.gate = BoundedGate(-5.0, torch.zeros(80), torch.zeros(80, 128))
+        checks.run(x.to(dtype=BF16, device="cuda"), impl)
+
+    def convolve(B: int, T: int) -> None:
+        short_conv(torch.randn(B, T, 64, device="cuda"), torch.randn(64, 4, device="cuda"), impl="triton")
+
+    def decode(N: int) -> None:
+        tokens, weights, state = checks.block_inputs(N, 1, (2, 2, 128, 128), 4, N, "cuda", BF16)
+        slots = torch.arange(N, device="cuda")
+        kda_block(*tokens, weights=weights, state=state, gate=BoundedGate(), slots=slots)
+
+    with torch.no_grad():
+        call(T=40), call(lengths=(30, 10)), convolve(1, 40), decode(3)
+        compiled: list[Any] = []
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
+        for B, T in ((1, 17), (1, 333), (2, 100), (3, 64)):
+            call(B=B, T=T), convolve(B, T)
+        for lengths in ((5, 0, 70, 1, 33), (129, 64), (17,) * 11):
+            call(lengths=lengths)
+        for N in (1, 2, 40):
+            decode(N)
+    assert not compiled
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group, W", [(1, 4), (2, 4), (1, 3), (2, 2)])
+def test_one_token_of_published_heads(group: int, W: int, dtype: torch.dtype, strided: bool) -> None:
+    """Heads of 128 have a decoding kernel of their own: fresh states and pools, padded rows, strided pools, both gates."""
+    limit = {F32: 2e-5, BF16: 4e-3, F16: 1e-3}[dtype]
+    H = 3
+    for kind in ("bounded", "softplus"):
+        tokens, weights, state = checks.block_inputs(5, 1, (H, H * group, 128, 128), W, 9, "cuda", dtype)
+        gate = make_inputs(0, T=1, H=H, HV=H * group, K=128, gate=kind).to(dtype=F32, device="cuda").gate
+        assert gate is not None
+
+        def copy_of(t: torch.Tensor, strided: bool = strided) -> torch.Tensor:
+            return torch.stack([t, torch.full_like(t, float("nan"))], 1)[:, 0] if strided else t.clone()
+
+        slots = torch.tensor([8, -1, 0, 3, -1], dtype=torch.int32, device="cuda")
+        runs = []
+        for impl in ("triton", "reference"):
+            pool = BlockState(*(copy_of(t) for t in state.tensors()))
+            with torch.no_grad():
+                y = kda_block(*tokens, weights=weights, state=pool, gate=gate, slots=slots, impl=impl).output
+                first = BlockState(*(copy_of(t[:5]) for t in state.tensors()))
+                z, new, _ = kda_block(*tokens, weights=weights, state=first, gate=gate, impl=impl)
+            assert new is not None
+            runs.append((y, z, pool, new))
+        (a, c, pool_a, new_a), (b, d, pool_b, new_b) = runs
+        check_close("pool output", a, b, limit)
+        check_close("fresh output", c, d, limit)
+        assert not a[[1, 4]].any()
+        for x, want, old in zip(pool_a.tensors(), pool_b.tensors(), state.tensors(), strict=True):
+            check_close("pool", x, want, limit)
+            assert torch.equal(x[[1, 2, 4, 5, 6, 7]], old[[1, 2, 4, 5, 6, 7]]), "a slot of nobody was written"
+        for x, want in zip(new_a.tensors(), new_b.tensors(), strict=True):
+            check_close("fresh state", x, want, limit)
