@@ -24,6 +24,7 @@ from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 C = 64
 SAVE = C // CHUNK
 MAX_EXACT = 128
+HOPPER_GRADIENTS = False
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -100,14 +101,19 @@ def backward(
     dq, dk = (new(B, T, HV, K, dtype=a.q.dtype if HV == H else torch.float32) for _ in "qk")
     dz = new(B, T, HV, K, dtype=a.g.dtype)
     d_bias, d_A = (new(slots, HV, K) if has else None for has in (has_dt, has_A))
-    BG = 16  # channels a program of one warp
-    launch(
-        gradients_kernel, BK // BG * slots * HV,
-        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, product_unit, kd, qd, ke, decay, token, rows,
-         dq, dk, dz, d_bias, d_A),
-        qkg, (B, T, N, slots, tiles, a.bound),
-        (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, _TL[op], prec), 1, o.device,
-    )  # fmt: skip
+    if op == torch.float16 and HOPPER_GRADIENTS and _on_hopper(a):
+        from openkda.ops.kda.hopper.backward import launch_gradients
+
+        launch_gradients(a, slots, tiles, d, wide, both, product_unit, token, rows, dq, dk, dz, d_bias, d_A)
+    else:
+        BG = 16  # channels a program of one warp
+        launch(
+            gradients_kernel, BK // BG * slots * HV,
+            (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, product_unit, kd, qd, ke, decay, token, rows,
+             dq, dk, dz, d_bias, d_A),
+            qkg, (B, T, N, slots, tiles, a.bound),
+            (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, _TL[op], prec), 1, o.device,
+        )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))
     if ds0 is not None and a.v_first:
@@ -116,6 +122,12 @@ def backward(
         dq, dk, dv.to(a.v.dtype), dz, dbeta.to(a.beta.dtype), None if d_A is None else d_A.sum((0, 2)),
         None if d_bias is None else d_bias.sum(0).reshape(-1), ds0,
     )  # fmt: skip
+
+
+def _on_hopper(a: Args) -> bool:
+    from openkda.ops.kda.hopper.backward import fits
+
+    return fits(a)
 
 
 def _needs_exact(a: Args) -> bool:
