@@ -12,14 +12,20 @@ from openkda.layers.kda import KimiDeltaAttention
 from openkda.layers.norm import RMSNorm
 from openkda.layers.state import KDAState
 from openkda.models.config import ModelConfig
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block, kda_block_commit
 
 TOKENS = 24  # more than one chunk; no kernel is specialised on a length
+LONG = 8192
+"""One long sequence of few heads goes through kernels of its own on Hopper (segments)."""
+MOST_LONG = 64 * 128
+"""Channels up to which it is tried: segments need free SMs, and more channels would take gigabytes."""
 
 
 def warmup(
     config: ModelConfig, *, device: str | torch.device = "cuda", dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[str, float]]:
-    """Compile every kernel that inference with `config` in `dtype` can ask for: prefill, continued, packed, decoding.
+    """Compile every kernel that inference with `config` in `dtype` can ask for: prefill, continued, packed (up to 16 sequences;
+    on Hopper every doubling of that compiles once more), decoding, also in a pool, drafted tokens.
 
     Runs one KDA layer of the config's head sizes with a hidden size of 64, so it costs memory for one layer's state only.
     Compiled kernels land in Triton's cache folder (TRITON_CACHE_DIR) and serve later processes too.
@@ -31,10 +37,11 @@ def warmup(
     layer = KimiDeltaAttention(small, 0).to(device=device, dtype=dtype).eval()
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(device=device, dtype=dtype)
     x = torch.randn(1, TOKENS, 64, device=device, dtype=dtype)
+    long = torch.randn(1, LONG, 64, device=device, dtype=dtype)
     cu = torch.tensor([0, 5, TOKENS], device=device)
     states: dict[str, KDAState] = {}
 
-    def prefill(name: str, state: str | None, packed: bool, keep: bool) -> None:
+    def prefill(name: str, state: str | None, packed: bool, keep: bool, x: torch.Tensor = x) -> None:
         old = None if state is None else states[state]
         _, new = layer(x, state=old, cu_seqlens=cu if packed else None, return_state=keep)
         if new is not None:
@@ -47,8 +54,16 @@ def warmup(
         ("packed prefill", lambda: prefill("two", None, True, True)),
         ("continued packed prefill", lambda: prefill("", "two", True, True)),
         ("decoding", lambda: layer(x[:, :1], state=states["one"], return_state=True)),
+        ("decoding in a pool", lambda: _in_a_pool(layer, states["one"], 1)),
+        ("several tokens in a pool", lambda: _in_a_pool(layer, states["one"], 2)),
+        ("drafted tokens in a pool", lambda: _in_a_pool(layer, states["one"], 2, keep="all")),
         ("norms", lambda: norm(torch.randn(1, TOKENS, config.hidden_size, device=device, dtype=dtype))),
     ]
+    if torch.device(device).type == "cuda" and layer.v_proj.out_features <= MOST_LONG:
+        steps += [
+            ("long prefill", lambda: prefill("", None, False, True, long)),
+            ("continued long prefill", lambda: prefill("", "one", False, True, long)),
+        ]
     taken = []
     with torch.inference_mode():
         for name, step in steps:
@@ -58,3 +73,19 @@ def warmup(
                 torch.cuda.synchronize()
             taken.append((name, time.perf_counter() - start))
     return taken
+
+
+def _in_a_pool(layer: KimiDeltaAttention, state: KDAState, tokens: int, keep: str = "last") -> None:
+    """A server's step: the state in slot 0 of a pool."""
+    old = BlockState(state.recurrent.clone(), state.conv_q.clone(), state.conv_k.clone(), state.conv_v.clone())
+    HV, K, V = state.recurrent.shape[1:]
+    slots = torch.zeros(1, dtype=torch.int32, device=old.recurrent.device)
+    q, k, v = (t.new_zeros(1, tokens, t.shape[1]) for t in (old.conv_q, old.conv_k, old.conv_v))
+    g, beta, gate = q.new_zeros(1, tokens, HV, K), q.new_zeros(1, tokens, HV), q.new_zeros(1, tokens, HV, V)
+    wq, wk, wv = (c.weight[:, 0] for c in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d))
+    weights = BlockWeights(wq, wk, wv, layer.o_norm.weight, layer.o_norm.eps)
+    _, _, every = kda_block(
+        q, k, v, g, beta, gate, weights=weights, state=old, gate=layer.gate(), slots=slots, keep=keep
+    )
+    if every is not None:
+        kda_block_commit(every, q, k, v, torch.ones_like(slots), state=old, slots=slots)
