@@ -25,6 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 SHARED = {80: 99 * 1024, 90: 99 * 1024, 100: 99 * 1024}  # the smallest card of the family sets the limit: 8.6 and 12.0
@@ -56,7 +57,8 @@ class Launch:
                 isinstance(value, int) and value % 16 == 0 and not p.do_not_specialize
             ):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        return ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
+        source = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
+        return source(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 @contextmanager
@@ -147,6 +149,26 @@ def block_launches(T: int = 1, keep: str = "last", K: int = 128, V: int = 128) -
     return launches
 
 
+def one_token_launches(group: int = 1, W: int = 4) -> list[Launch]:
+    """Of heads of 128 on Hopper."""
+    from openkda.ops.kda_block import hopper
+    from openkda.ops.kda_block.triton import launch
+
+    N, HV, D = 32, 96, 128
+    f32, widths = {"dtype": torch.float32}, (HV // group * D, HV // group * D, HV * D)
+    tokens = (*(empty(N, 1, n) for n in widths), empty(N, 1, HV, D), empty(N, 1, HV), empty(N, 1, HV, D))
+    constants = (*(empty(n, W, **f32) for n in widths), empty(D, **f32), empty(HV, **f32), empty(HV * D, **f32))
+    state = [empty(64, HV, D, D, **f32)] + [empty(64, n, W - 1) for n in widths]
+    fits, hopper.fits = hopper.fits, lambda device, K, V: True
+    try:
+        with recorded() as launches:
+            launch.pool_direct(*tokens, *constants, *state, empty(N, dtype=torch.int32), 2, -5.0, 1e-5, 0.1)
+            launch.step_direct(*tokens, *constants, *(t[:N] for t in state), 1, 0.0, 1e-5, 0.1)
+    finally:
+        hopper.fits = fits
+    return launches
+
+
 def commit_launches(K: int = 128, V: int = 128, group: int = 1) -> list[Launch]:
     from openkda.ops.kda_block.triton import keep
 
@@ -217,15 +239,23 @@ def glu_launches() -> list[Launch]:
     return launches
 
 
-def packed_experts_launches() -> list[Launch]:
-    from openkda.ops.moe.triton import launch
+def expert_launches(packed: bool) -> list[Launch]:
+    """A decoding step and, packed, a prefill of Kimi K3."""
+    from openkda.ops.moe.triton import expert_launch as host
 
-    u8, ends = torch.uint8, empty(896, dtype=torch.int32)
+    E, D, inner, k, i64, f32 = 896, 3584, 3072, 16, torch.int64, torch.float32
+
+    def matrix(out: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not packed:
+            return empty(E, out, width), None
+        return empty(E, out, width // 2, dtype=torch.uint8), empty(E, out, width // 32, dtype=torch.uint8)
+
+    matrices = (*matrix(inner, D), *matrix(inner, D), *matrix(D, inner))
     with recorded() as launches:
-        for rows in (16, 8192 * 16):  # of a decoding step and of a prefill of Kimi K3, times w1
-            launch.packed_linear(
-                empty(rows, 3584), empty(896, 3072, 1792, dtype=u8), empty(896, 3072, 112, dtype=u8), ends
-            )
+        for T in (1, 8192) if packed else (1,):
+            host.experts(empty(T, D), empty(T, k, dtype=i64), empty(T, k, dtype=f32), *matrices, 1, 4.0, 25.0)
+        host.combine(empty(32, D), empty(2, 16, dtype=f32), empty(32, dtype=i64), torch.bfloat16)
+        host.route(empty(4, 7168), empty(E, 7168), empty(E, dtype=f32), k, True, 1.0)
     return launches
 
 
@@ -247,12 +277,15 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "recurrent": lambda: kda_launches(T=4),
     "block": lambda: block_launches(),
     "block-all": lambda: block_launches(4, "all"),
+    "block-one-token": one_token_launches,
+    "block-one-token-grouped": lambda: one_token_launches(2, 3),
     "commit": commit_launches,
     "conv": conv_launches,
     "norm": norm_launches,
     "head-loss": head_loss_launches,
     "glu": glu_launches,
-    "packed-experts": packed_experts_launches,
+    "experts": lambda: expert_launches(False),
+    "packed-experts": lambda: expert_launches(True),
     "attn-res": attn_res_launches,
 }
 WIDE: dict[str, Callable[[], list[Launch]]] = {

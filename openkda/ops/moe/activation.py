@@ -28,7 +28,7 @@ class SwiGLU:
 
     def __call__(self, gate: Float[Tensor, "... I"], up: Float[Tensor, "... I"]) -> Float[Tensor, "... I"]:
         if gate.is_cuda and kernels.takes(gate, up):
-            return kernels.glu(gate, up, "swiglu")
+            return kernels.glu(gate, up, *kernel_form(self))
         return F.silu(gate) * up
 
 
@@ -50,13 +50,20 @@ class SiTUGLU:
         if gate.shape != up.shape:
             raise ValueError(f"up.shape: expected {list(gate.shape)} (that of gate), received {list(up.shape)}")
         if gate.is_cuda and kernels.takes(gate, up):
-            if self.linear_beta is None:
-                return kernels.glu(gate, up, "situ-unbounded", self.beta)
-            return kernels.glu(gate, up, "situ", self.beta, self.linear_beta)
+            return kernels.glu(gate, up, *kernel_form(self))
         return _SiTU.apply(gate, up, self.beta, self.linear_beta)
 
 
 GLU = SwiGLU | SiTUGLU
+
+
+def kernel_form(activation: GLU) -> tuple[str, float, float]:
+    """Its name in `openkda/ops/moe/triton` and its two bounds (1 where it has none)."""
+    if isinstance(activation, SwiGLU):
+        return "swiglu", 1.0, 1.0
+    if activation.linear_beta is None:
+        return "situ-unbounded", activation.beta, 1.0
+    return "situ", activation.beta, activation.linear_beta
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from openkda.ops.moe import experts as _experts
+from openkda.ops.moe import triton as kernels
 from openkda.ops.moe.activation import GLU
 from openkda.ops.mx.api import BLOCK, ScaleRule
 
@@ -77,6 +78,9 @@ def route(
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         _bad("x, weight shapes", "[T, D] and [E, D]", f"{list(x.shape)} and {list(weight.shape)}")
+    if not with_cutoff and 1 <= k <= weight.shape[0] and kernels.takes_routing(x, weight, bias, k):
+        _check_bias(bias, weight.shape[0])
+        return Routing(*kernels.route(x, weight, bias, k, renormalize, scale))
     wide = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         scores = torch.sigmoid(F.linear(x.to(wide), weight.to(wide)))
@@ -96,8 +100,7 @@ def select_experts(
     E = scores.shape[-1]
     if not 1 <= k <= E - with_cutoff:
         _bad("k", f"1..{E - with_cutoff} ({E} experts{', cutoff asked for' if with_cutoff else ''})", k)
-    if bias is not None and (tuple(bias.shape) != (E,) or bias.dtype not in (torch.float32, torch.float64)):
-        _bad("bias", f"float32 [{E}] (16 bits cannot order close scores)", f"{bias.dtype} {list(bias.shape)}")
+    _check_bias(bias, E)
     biased = scores.detach() if bias is None else scores.detach() + bias.detach()
     top = biased.topk(k + with_cutoff, dim=-1)
     experts = top.indices[:, :k]
@@ -164,6 +167,11 @@ def packed_expert_mlp(
             got = f"{codes.dtype} {list(codes.shape)} and {scale.dtype} {list(scale.shape)}"
             _bad(f"packed.{name}", f"uint8 {want[0]} and uint8 {want[1]}", got)
     return _experts.packed_expert_mlp(x, experts, weights, packed.w1, packed.w3, packed.w2, activation)
+
+
+def _check_bias(bias: Tensor | None, E: int) -> None:
+    if bias is not None and (tuple(bias.shape) != (E,) or bias.dtype not in (torch.float32, torch.float64)):
+        _bad("bias", f"float32 [{E}] (16 bits cannot order close scores)", f"{bias.dtype} {list(bias.shape)}")
 
 
 def _check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openkda.ops.device.api import autocast_dtype
+from openkda.ops.device.api import are_plain, autocast_dtype
 from openkda.ops.moe import triton as kernels
-from openkda.ops.moe.activation import GLU
+from openkda.ops.moe.activation import GLU, kernel_form
 from openkda.ops.mx.api import ScaleRule, fake_quantize, unpack_mxfp4
 
 FEW_PAIRS = 16
@@ -57,26 +57,28 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Pair rows [T * k, D], weights [T, k] -> sum_j p_j y_j, [T, D], in the weights' dtype, also under autocast."""
+    """Pair rows [P, D], weights [T, k] -> sum_j p_j y_j, [T, D] in dtype; summed in the weights' dtype, autocast or not."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weights: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(y, weights)
+        if y.is_cuda and weights.dtype == torch.float32 and are_plain(y, weights) and not kernels.refusals(y):
+            return kernels.combine(y, weights, plan.inverse, dtype)
         pairs = y[plan.inverse].unflatten(0, weights.shape).to(weights.dtype)
         with torch.autocast(y.device.type, enabled=False):
-            return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1)
+            return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         y, weights = ctx.saved_tensors
-        plan, g = ctx.plan, grads[0]
+        plan, g = ctx.plan, grads[0].to(weights.dtype)
         pairs = y[plan.inverse].unflatten(0, weights.shape).to(weights.dtype)
         with torch.autocast(g.device.type, enabled=False):
             dweights = torch.bmm(pairs, g.unsqueeze(-1)).squeeze(-1)
         dy = weights.flatten()[plan.order].unsqueeze(-1) * g[plan.order // plan.k]
-        return dy.to(y.dtype), dweights, None
+        return dy.to(y.dtype), dweights, None, None
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -134,6 +136,8 @@ def expert_mlp(
     if quantize is not None:
         w1, w3, w2 = (fake_quantize(w, "mxfp4", scale_rule=quantize) for w in (w1, w3, w2))
         x = fake_quantize(x, "mxfp8", scale_rule=quantize)
+    elif impl is None and kernels.takes_experts(x, weights, (w1, w3, w2), experts.numel()):
+        return kernels.experts(x, experts, weights, (w1, w3, w2), kernel_form(activation))
     elif impl is None and not torch.is_grad_enabled() and x.device.type == "cpu" and experts.numel() <= FEW_PAIRS:
         return _few_pairs(x, experts, weights, w1, w3, w2, activation)
     plan = Plan.of(experts, w1.shape[0])
@@ -141,16 +145,18 @@ def expert_mlp(
     hidden = activation(grouped_linear(rows, w1, plan.ends, impl), grouped_linear(rows, w3, plan.ends, impl))
     if quantize is not None:
         hidden = fake_quantize(hidden, "mxfp8", scale_rule=quantize)
-    return _Combine.apply(grouped_linear(hidden, w2, plan.ends, impl), weights, plan).to(dtype)
+    return _Combine.apply(grouped_linear(hidden, w2, plan.ends, impl), weights, plan, dtype)
 
 
 def _few_pairs(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, activation: GLU
 ) -> Tensor:
     """Decoding: one token after the other, one matrix-vector product a matrix."""
+    # One call of torch where F.linear makes four; 16-bit products are left to F.linear, which knows oneDNN.
+    product = torch.mv if x.dtype in (torch.float32, torch.float64) else lambda w, z: F.linear(z, w)
     rows = []
-    for z, chosen, p in zip(x, experts.tolist(), weights, strict=True):
-        y = [F.linear(activation(F.linear(z, w1[e]), F.linear(z, w3[e])), w2[e]) for e in chosen]
+    for z, chosen, p in zip(x.unbind(0), experts.tolist(), weights.unbind(0), strict=True):
+        y = [product(w2[e], activation(product(w1[e], z), product(w3[e], z))) for e in chosen]
         rows.append((p @ torch.stack(y).to(p.dtype)).to(x.dtype))
     return torch.stack(rows) if rows else x.clone()
 
@@ -162,14 +168,12 @@ def packed_expert_mlp(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Packed, w3: Packed, w2: Packed, activation: GLU
 ) -> Tensor:
     dtype = autocast_dtype(x) or x.dtype
+    x = x.to(dtype)
+    if kernels.takes_experts(x, weights, (w1, w3, w2), experts.numel()):
+        return kernels.experts(x, experts, weights, (w1, w3, w2), kernel_form(activation))
     plan = Plan.of(experts, w1[0].shape[0])
-    rows = _Dispatch.apply(x.to(dtype), plan)
-    if kernels.multiplies_packed(rows):
-        a, b = (kernels.packed_linear(rows, *w, plan.ends) for w in (w1, w3))
-        y = kernels.packed_linear(activation(a, b), *w2, plan.ends)
-    else:
-        y = _expert_by_expert(rows, plan.ends.tolist(), w1, w3, w2, activation)
-    return _Combine.apply(y, weights, plan).to(dtype)
+    y = _expert_by_expert(_Dispatch.apply(x, plan), plan.ends.tolist(), w1, w3, w2, activation)
+    return _Combine.apply(y, weights, plan, dtype)
 
 
 def _expert_by_expert(rows: Tensor, ends: list[int], w1: Packed, w3: Packed, w2: Packed, activation: GLU) -> Tensor:

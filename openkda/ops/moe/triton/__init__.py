@@ -1,7 +1,10 @@
-"""Kernels on a GPU: the gated activations, one pass over gate and up and one back, which keeps nothing but them; and rows times
-the packed matrices of their experts."""
+"""Kernels on a GPU: the gated activations, one pass over gate and up and one back, which keeps nothing but them; and, where
+nothing is differentiated, experts as four launches and their routing as two.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +12,15 @@ from torch import Tensor
 from openkda.ops.device.api import goes_direct, triton_refusals
 
 KINDS = {"swiglu": 0, "situ": 1, "situ-unbounded": 2}
+
+FEW_TOKENS = 64
+"""Up to which routing is two launches; cuBLAS is faster beyond."""
+
+FEW_PAIRS = 1024
+"""Token-expert pairs up to which plain matrices are multiplied by these kernels, and not by torch's grouped matmul."""
+
+Matrices = Tensor | tuple[Tensor, Tensor]
+"""[E, out, in]; or codes and scales of MXFP4."""
 
 
 def refusals(x: Tensor) -> list[str]:
@@ -30,15 +42,55 @@ def takes(gate: Tensor, up: Tensor) -> bool:
     return gate.is_cuda and alike and not refusals(gate) and gate.dtype != torch.float64
 
 
-def multiplies_packed(x: Tensor) -> bool:
-    """Whether `packed_linear` takes these rows: it has no derivative."""
-    return not refusals(x) and not (torch.is_grad_enabled() and x.requires_grad)
+def takes_experts(x: Tensor, weights: Tensor, matrices: tuple[Matrices, Matrices, Matrices], pairs: int) -> bool:
+    """Whether `experts` runs this call: packed matrices in any number of pairs, plain ones of x's dtype in few."""
+    if refusals(x) or weights.dtype != torch.float32:
+        return False
+    plain = [w for w in matrices if isinstance(w, Tensor)]
+    if plain and (pairs > FEW_PAIRS or any(w.dtype != x.dtype for w in plain)):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, *plain)))
 
 
-def packed_linear(x: Tensor, codes: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-    """Rows of x [M, D], sorted by expert, times the transposed matrix of their expert (codes, scale as in `PackedExperts`)."""
-    from openkda.ops.moe.triton import launch
+def experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    matrices: tuple[Matrices, Matrices, Matrices],
+    glu: tuple[str, float, float],
+) -> Tensor:
+    """The weighted sum of every token's experts: `openkda/ops/moe/api.py`. matrices: w1 (gate), w3 (up), w2 (down)."""
+    from openkda.ops.moe.triton import expert_launch as host
 
-    run = launch.packed_linear if goes_direct(x, codes, scale, ends) else launch.packed_linear_op
-    result: Tensor = run(x, codes, scale, ends)
+    parts: list[Any] = [part for w in matrices for part in ((w, None) if isinstance(w, Tensor) else w)]
+    run: Any = host.experts if goes_direct(x, experts, weights, *parts) else host.experts_op
+    kind, b1, b2 = glu
+    result: Tensor = run(x, experts, weights, *parts, KINDS[kind], b1, b2)
     return result
+
+
+def takes_routing(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> bool:
+    """Whether `route` runs this call: few tokens, nothing differentiated."""
+    if refusals(x) or x.shape[0] > FEW_TOKENS or k > 64 or weight.device != x.device or weight.dtype == torch.float64:
+        return False
+    if bias is not None and (bias.dtype != torch.float32 or bias.device != x.device):
+        return False
+    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, k: int, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts, weights and scores as in `Routing`."""
+    from openkda.ops.moe.triton import expert_launch as host
+
+    run = host.route if goes_direct(x, weight, bias) else host.route_op
+    result: tuple[Tensor, Tensor, Tensor] = run(x, weight, bias, k, normalize, scale)
+    return result
+
+
+def combine(y: Tensor, weights: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_j weights[t, j] y[row[t k + j]] of y [P, D], summed in float32 -> [T, D]."""
+    from openkda.ops.moe.triton import expert_launch as host
+
+    return host.combine(y, weights, row, dtype)

@@ -22,15 +22,20 @@ def tanh(x):
 
 
 @triton.jit
+def gated(g, u, b1, b2, KIND: tl.constexpr):
+    """The activation of gate and up, float32."""
+    left = g if KIND == SWIGLU else b1 * tanh(g / b1)
+    right = b2 * tanh(u / b2) if KIND == BOUNDED else u
+    return left * sigmoid(g) * right
+
+
+@triton.jit
 def glu_kernel(gate_p, up_p, out_p, n, b1, b2, BLOCK: tl.constexpr, KIND: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = i < n
     g = tl.load(gate_p + i, m, other=0.0).to(tl.float32)
     u = tl.load(up_p + i, m, other=0.0).to(tl.float32)
-    s = sigmoid(g)
-    left = g if KIND == SWIGLU else b1 * tanh(g / b1)
-    right = b2 * tanh(u / b2) if KIND == BOUNDED else u
-    tl.store(out_p + i, (left * s * right).to(out_p.dtype.element_ty), m)
+    tl.store(out_p + i, gated(g, u, b1, b2, KIND).to(out_p.dtype.element_ty), m)
 
 
 @triton.jit

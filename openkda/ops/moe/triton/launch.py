@@ -1,4 +1,4 @@
-"""Launch and registration of the kernels of activations and packed experts."""
+"""Launch and registration of the activation kernels."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ from torch import Tensor
 
 from openkda.ops.device.api import define, derive, refuse_derivative
 from openkda.ops.moe.triton.gated import glu_gradient_kernel, glu_kernel
-from openkda.ops.moe.triton.packed import packed_kernel
-from openkda.ops.triton.api import ceil_div, launch, padded
+from openkda.ops.triton.api import ceil_div, launch
 
 BLOCK = 2048
-STEP_BYTES = 64
-"""Of codes in one step of a packed product, 128 columns. Half of them go into each of two products, and those of 64 rows need
-operands of at least 64 columns: narrower ones are read wrongly on Hopper (Triton 3.6)."""
-
-
-def tile_of(rows: int, experts: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile and its warps, for packed experts: by rows an expert, evenly spread."""
-    if rows <= 32 * experts:
-        return 16, 64, 4
-    return 128, 64, 8
 
 
 def glu(gate: Tensor, up: Tensor, kind: int, b1: float, b2: float) -> Tensor:
@@ -74,28 +63,3 @@ refuse_derivative(
     glu_backward_op,
     "gated activation: second derivatives are not implemented on a GPU; use float64 for them",
 )
-
-
-def packed_linear(x: Tensor, codes: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-    """x [M, D], rows sorted by expert, times the transposed MXFP4 matrices [E, O, D]; ends [E] int32 -> [M, O]."""
-    M, (E, O, W) = x.shape[0], codes.shape
-    out = x.new_empty(M, O)
-    if M == 0:
-        return out
-    bm, bn, warps = tile_of(M, E)
-    columns = ceil_div(O, bn)
-    tiles = min(E, M) + M // bm  # no more, wherever the tokens go
-    tensors = (x.contiguous(), codes.contiguous(), scale.contiguous(), ends, out)
-    constants = (bm, bn, STEP_BYTES, padded(E))
-    launch(packed_kernel, columns * tiles, tensors, (W, O), (columns, E), constants, warps, x.device)
-    return out
-
-
-def _fake_packed_linear(x: Tensor, codes: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[1])
-
-
-packed_linear_op = define(
-    "packed_linear(Tensor x, Tensor codes, Tensor scale, Tensor ends) -> Tensor", packed_linear, _fake_packed_linear
-)
-refuse_derivative(packed_linear_op, "packed experts: their kernel has no derivative")
