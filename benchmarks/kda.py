@@ -332,17 +332,18 @@ NEAR = 2.0
 
 def check() -> list[Row]:
     """Relative errors of output and state against a float64 recurrence on the same bfloat16 inputs, the worst over the raw
-    gates of GATES (a head each: N(0, 1) shifted, U(-8, 8), shifted by channel); SystemExit where a promise does not hold."""
+    gates of GATES (heads in turn: N(0, 1) shifted, U(-8, 8), shifted by channel); SystemExit where a promise does not hold."""
     table = []
     gen = torch.Generator("cuda").manual_seed(1)
     for gate in ("bounded", "softplus"):
         for near in (False, True):
-            x = Prefill(len(GATES), (512,), gate, 0.0)
+            x = Prefill(96, (512,), gate, 0.0)  # fla tunes itself for 71 s at every other number of heads
             z = torch.randn(x.g.shape, generator=gen, device="cuda")
+            n = len(GATES)
             for i, name in enumerate(GATES[:5]):
-                z[:, :, i] += float(name)
-            z[:, :, 5].uniform_(-8, 8, generator=gen)
-            z[:, :, 6] += torch.empty(D, device="cuda").uniform_(-8, 8, generator=gen)
+                z[:, :, i::n] += float(name)
+            z[:, :, 5::n].uniform_(-8, 8, generator=gen)
+            z[:, :, 6::n] += torch.empty(D, device="cuda").uniform_(-8, 8, generator=gen)
             x.g = z.to(BF16)
             if near:
                 x.k = (x.k[:, :1] + 0.01 * x.k).contiguous()
