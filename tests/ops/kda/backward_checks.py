@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from openkda.ops.kda.api import kda
@@ -35,9 +36,36 @@ def reference(x: KDAInputs, **options: Any) -> dict[str, Tensor]:
     return gradients(x.to(dtype=torch.float64), impl="chunkwise", **options)
 
 
-def check_gradients(name: str, got: dict[str, Tensor], want: dict[str, Tensor], limit: dict[str, float]) -> None:
+CHANCE = 3e-3
+"""16 bits: a gate's parameters sum one number a token and channel, each off by about 1e-3 of itself at worst, and the sum is off
+by so much of the root of their squares whatever it is itself. One head of 128 tokens can cancel to a tenth of that root by
+chance: in pack64-64-K64V24-softplus-random-x1-near_equal the sum is 0.010, the root 0.131 and the sum of absolute values 4.6, so
+2e-2 of the sum is 1.7e-3 of the root. Many heads do not (test_goal_accuracy holds 6e-3 of the sum)."""
+
+
+def spread(x: KDAInputs, want: dict[str, Tensor]) -> dict[str, float]:
+    """Root of the squares of what is summed up to the gradients of the gate's parameters."""
+    if x.gate is None or x.gate.A_log is None:
+        return {}
+    y = x.to(dtype=torch.float64)
+    assert y.gate is not None and y.gate.dt_bias is not None
+    z, dz = y.g + y.gate.dt_bias, want["dg"]
+    by_rate = dz * z if isinstance(y.gate, BoundedGate) else dz * F.softplus(z) / z.sigmoid()
+    return {"dA_log": by_rate.norm().item(), "ddt_bias": dz.norm().item()}
+
+
+def check_gradients(
+    name: str,
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    limit: dict[str, float],
+    spread: dict[str, float] | None = None,
+) -> None:
     found = {n: rel_grad(got[n], want[n], want["dq"]) for n in want if n in limit}
     bad = {n: e for n, e in found.items() if not e <= limit[n]}
+    for n, size in (spread or {}).items():
+        if n in bad and (got[n].double() - want[n]).norm().item() <= CHANCE * size:
+            del bad[n]
     assert found and not bad, f"{name}: relative errors above the limit: " + ", ".join(
         f"{n} {e:.3g} (limit {limit[n]:g})" for n, e in bad.items()
     )
@@ -46,7 +74,7 @@ def check_gradients(name: str, got: dict[str, Tensor], want: dict[str, Tensor], 
 def check_case(case: KDACase, device: str, dtype: torch.dtype, impl: str = "triton") -> None:
     x = case.inputs().to(dtype=dtype, device=device)
     got, want = gradients(x, impl=impl), reference(x)
-    check_gradients(case.id, got, want, limits(dtype))
+    check_gradients(case.id, got, want, limits(dtype), None if dtype == F32 else spread(x, want))
     for n, t in x.tensors().items():
         assert got[f"d{n}"].dtype == t.dtype and got[f"d{n}"].shape == t.shape, n
 
@@ -218,6 +246,17 @@ def check_positions(device: str, dtype: torch.dtype, T: int = 70) -> None:
                 if 0 not in ends:  # q reads, it does not write
                     got["dq"] = want["dq"] = want["dk"]
                 check_gradients(f"{lengths} {v_first} {ends}", got, want, limits(dtype))
+
+
+def check_key_lengths(device: str, dtype: torch.dtype, T: int = 70) -> None:
+    """Without l2norm: rows of q and k whose lengths differ by 10^4, each key with the write strength that fits it."""
+    for near in (False, True):
+        x = make_inputs(12, T=T, H=1, HV=2, K=16, V=24, gate="bounded", near_equal_keys=near)
+        length = 10.0 ** (4 * torch.rand(2, 1, T, 1, 1, generator=torch.Generator().manual_seed(0)) - 2)
+        x.q, x.k, x.v, x.beta = x.q * length[0], x.k * length[1], x.v * length[1], x.beta / length[1, ..., 0] ** 2
+        x.do = x.do / length[0]
+        x = x.to(dtype=dtype, device=device)
+        check_gradients(f"near-equal {near}", gradients(x, impl="triton"), reference(x), limits(dtype))
 
 
 def check_repeats(device: str, dtype: torch.dtype, **sizes: Any) -> None:

@@ -21,7 +21,7 @@ if INTERPRETED:
 
     SMALL = [c for c in kda_cases() if c.group == 1 and max(c.K, c.V) <= 32 and c.T <= 64 and c.lengths is None]
     PACKS = [c for c in kda_cases() if c.lengths in ((0, 0, 5), (1, 1, 1, 1), (1,)) and max(c.K, c.V) <= 24]
-    HARD = [5, 21, 37, 69, -6, -3, -2]
+    HARD = [5, 21, 37, 69, 117, -6, -5, -3, -2]
 
 
 @pytest.mark.slow
@@ -52,6 +52,10 @@ if INTERPRETED:
     )  # fmt: skip
     def test_law(check: checks.Any) -> None:
         check("cpu", F32)
+
+    @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+    def test_key_lengths(dtype: torch.dtype) -> None:
+        checks.check_key_lengths("cpu", dtype)
 
     def test_future() -> None:
         checks.check_future("cpu", F32, T=18, prefixes=(7,), futures=checks.FUTURES[::3])

@@ -23,9 +23,8 @@ from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
 C = 64
 SAVE = C // CHUNK
-MAX_EXACT = 128
 HOPPER_GRADIENTS = False
-_TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -40,9 +39,9 @@ def backward(
     N = a.num_sequences
     sequences = N if chain is None else chain.numel() - 1
     tiles, slots = (B * ceil_div(T, c) if a.cu is None else T // c + N for c in (CHUNK, C))
-    exact = a.exact or _needs_exact(a)
+    exact, scaled = a.exact, not (a.exact or a.l2norm)
     BK = _channels(K, exact)
-    op = torch.float32 if exact else torch.float16 if a.l2norm else torch.bfloat16
+    op = torch.float32 if exact else torch.float16
     prec = "tf32x3" if exact else "tf32"
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
@@ -52,13 +51,13 @@ def backward(
     walked, (w, y, tm, unit) = carve(
         factor, factor, (f32, blocks * 2 * CHUNK * CHUNK), (f32, blocks * 2 * CHUNK), device=o.device
     )
-    token = new(HV, tiles, 3, CHUNK) if a.l2norm else decay
+    token = new(HV, tiles, 3, CHUNK) if a.l2norm or scaled else decay
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
     launch(
         prepare_kernel, tiles * HV,
         (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, w, y, unit),
         (*qkg, *a.beta.stride()), (T, N, tiles, a.bound, EPS),
-        (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, False,
+        (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, scaled,
          _TL[op], prec, prec, prec, True), 1, o.device,
     )  # fmt: skip
 
@@ -76,11 +75,11 @@ def backward(
     launch(
         walks_kernel, reverses + NU * HV * N,
         (a.v, do, u, dd, a.cu, chain, a.state, s, ds1, ds0, ds, u_unit, dd_unit, s_unit, ds_unit,
-         kd, qd, ke, w, y, tm, decay, unit),
+         kd, qd, ke, w, y, tm, decay, unit, token),
         (*steps_of(a.v), *do_steps, *state_strides(a.state, a.v_first), *state_strides(ds1, a.v_first)),
         (T, N, tiles, slots, reverses, a.scale),
         (HV, K, BK, V, BU, CHUNK, SAVE, packed, chain is not None, a.state is not None, ds1 is not None, want_ds0,
-         do is not None, _TL[op], prec, stages), warps, o.device,
+         do is not None, scaled, _TL[op], prec, stages), warps, o.device,
     )  # fmt: skip
     del walked, w, y, tm, unit
 
@@ -91,17 +90,17 @@ def backward(
     dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
     launch(
         products_kernel, (BK // BS + 1) * slots * HV,
-        (a.v, a.beta, a.cu, o, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit,
+        (a.v, a.beta, a.cu, token, o, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit,
          dv, d, wide, both, product_unit, dbeta, rows),
         (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, tiles, a.scale),
-        (HV, BK, BS, V, BV, BU, packed, a.l2norm, a.sigmoid, do is not None, _TL[op], prec, stages), warps, o.device,
+        (HV, BK, BS, V, BV, BU, packed, a.l2norm, scaled, a.sigmoid, do is not None, _TL[op], prec, stages), warps, o.device,
     )  # fmt: skip
     del states, s, ds, u
 
     dq, dk = (new(B, T, HV, K, dtype=a.q.dtype if HV == H else torch.float32) for _ in "qk")
     dz = new(B, T, HV, K, dtype=a.g.dtype)
     d_bias, d_A = (new(slots, HV, K) if has else None for has in (has_dt, has_A))
-    if op == torch.float16 and HOPPER_GRADIENTS and _on_hopper(a):
+    if HOPPER_GRADIENTS and _on_hopper(a):
         from openkda.ops.kda.hopper.backward import launch_gradients
 
         launch_gradients(a, slots, tiles, d, wide, both, product_unit, token, rows, dq, dk, dz, d_bias, d_A)
@@ -112,7 +111,7 @@ def backward(
             (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, product_unit, kd, qd, ke, decay, token, rows,
              dq, dk, dz, d_bias, d_A),
             qkg, (B, T, N, slots, tiles, a.bound),
-            (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, _TL[op], prec), 1, o.device,
+            (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, scaled, _TL[op], prec), 1, o.device,
         )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))
@@ -128,12 +127,6 @@ def _on_hopper(a: Args) -> bool:
     from openkda.ops.kda.hopper.backward import fits
 
     return fits(a)
-
-
-def _needs_exact(a: Args) -> bool:
-    """Keys of any length would leave float16's range; bfloat16 operands, whose range is float32's, miss the promised 6e-3
-    (dq 6.6e-3 at worst for random keys, 2.3e-2 for keys of one direction). Above 128 channels they are what is left."""
-    return not a.l2norm and a.q.shape[-1] <= MAX_EXACT
 
 
 def _channels(size: int, exact: bool) -> int:

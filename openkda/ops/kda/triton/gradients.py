@@ -56,11 +56,11 @@ def _tile_decay(p_z, p_dt, m, m_c, rate, bound, GATE: tl.constexpr, HAS_DT: tl.c
 
 
 @triton.jit
-def _unit(p, m, p_norm, real, L2NORM: tl.constexpr):
+def _unit(p, m, p_norm, real, NORMS: tl.constexpr):
     """[16, BS] of the rows of length one, and what they were multiplied by to have it."""
     x = tl.load(p, m, other=0.0).to(tl.float32)
     r = tl.full([16], 1.0, tl.float32)
-    if L2NORM:
+    if NORMS:
         r = tl.load(p_norm, real, other=0.0)
         x *= r[:, None]
     return x, r
@@ -207,7 +207,7 @@ def gradients_kernel(
     B, T, N, slots, tiles, bound,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
-    L2NORM: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+    L2NORM: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk of 64 tokens, value head and slice of BS channels.
 
@@ -295,8 +295,8 @@ def gradients_kernel(
         real = t + i < left
         m = real[:, None] & m_c[None, :]
         # One contribution after the other, each added at once: all of them held together spilled.
-        q, q_norm = _unit(p_q + t * sqt + at_q, m, p_norm + 48 * tile + 16 + i, real, L2NORM)
-        k, k_norm = _unit(p_k + t * skt + at_k, m, p_norm + 48 * tile + i, real, L2NORM)
+        q, q_norm = _unit(p_q + t * sqt + at_q, m, p_norm + 48 * tile + 16 + i, real, L2NORM or SCALED)
+        k, k_norm = _unit(p_k + t * skt + at_k, m, p_norm + 48 * tile + i, real, L2NORM or SCALED)
         _, g = _tile_decay(p_z + t * sgt + at_z, p_dt, m, m_c, rate, bound, GATE, HAS_DT)
         dq, dk, dP = _own_pairs(p_d, tile, q, k, g, bound, d_unit, BS, GATE, OP, PREC)
         P = tl.cumsum(g, axis=0)
@@ -315,8 +315,11 @@ def gradients_kernel(
         if L2NORM:
             along_q = tl.load(p_rows + (t + i) * HV, real, other=0.0)
             along_k = tl.load(p_rows + B.to(tl.int64) * T * HV + (t + i) * HV, real, other=0.0)
-            dq = q_norm[:, None] * (dq - q * along_q[:, None])
-            dk = k_norm[:, None] * (dk - k * along_k[:, None])
+            dq -= q * along_q[:, None]
+            dk -= k * along_k[:, None]
+        if L2NORM or SCALED:
+            dq *= q_norm[:, None]
+            dk *= k_norm[:, None]
         tl.store(dq_p + out + t * (HV * K) + at_out, dq.to(dq_p.dtype.element_ty), m)
         tl.store(dk_p + out + t * (HV * K) + at_out, dk.to(dk_p.dtype.element_ty), m)
         dg = tl.cumsum(dP, axis=0, reverse=True) + carry[None, :]

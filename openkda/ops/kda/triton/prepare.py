@@ -32,6 +32,7 @@ from openkda.ops.kda.triton.gate_math import (
 A_LIMIT = tl.constexpr(1e12)  # keeps tokens of absurd size finite, so that their zero weight in the past stays zero
 X_LIMIT = tl.constexpr(1e24)
 BETA_FLOOR = tl.constexpr(1e-12)
+WALK_LIMIT = tl.constexpr(2.0**30)
 
 
 @triton.jit
@@ -176,8 +177,9 @@ def prepare_kernel(
     """One program a chunk and value head. Writes kd, qd, ke [HV, slots, C, BK], tm = T and M [HV, slots, 2, C, C].
 
     WALK: for the backward (`walks.py`), M T in place of M; w = T kd and y = T^T ke [HV, slots, C, BK], each row with a power
-    of two in unit [HV, slots, 2, C]; and with L2NORM what k and q were multiplied by, as the first rows of token
-    [HV, slots, 3, C].
+    of two in unit [HV, slots, 2, C]; and with L2NORM or SCALED what k and q were multiplied by, as the first rows of token
+    [HV, slots, 3, C]. Keys divided by u have the same states with values divided by u and beta times u^2: SCALED leaves T and M
+    of those.
     """
     pid = tl.program_id(0)
     head = pid % HV
@@ -214,7 +216,11 @@ def prepare_kernel(
     block = h * slots + slot
     k_size, k_up = _token_factor(k_p, real, eps, K, BK, L2NORM, SCALED)
     q_size, q_up = _token_factor(q_p, real, eps, K, BK, L2NORM, SCALED)
-    if WALK and L2NORM:
+    if WALK and SCALED:  # as far as operands need it: what is beyond stays an operand's own size
+        k_size = tl.clamp(k_size, 1.0 / WALK_LIMIT, WALK_LIMIT)
+        q_size = tl.clamp(q_size, 1.0 / WALK_LIMIT, WALK_LIMIT)
+        k_up = 1.0 / k_size
+    if WALK and (L2NORM or SCALED):
         tl.store(token_p + (block * 3 + 0) * C + t, k_size)
         tl.store(token_p + (block * 3 + 1) * C + t, q_size)
 
@@ -263,11 +269,12 @@ def prepare_kernel(
         # the limits keep absurd tokens finite: their weight in earlier tokens is 0, and 0 * inf would not be
         X = X * k_up[:, None] * tl.clamp(beta * k_up, -X_LIMIT, X_LIMIT, propagate_nan=tl.PropagateNan.ALL)[None, :]
         X = tl.clamp(X, -X_LIMIT, X_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        t_down, t_up = power_of_two(tl.max(tl.abs(X), axis=1), 0)
-        X *= t_down[:, None]
-        tl.store(token_p + (block * 3 + 0) * C + t, 1.0 / k_up)
-        tl.store(token_p + (block * 3 + 1) * C + t, t_up)
-        tl.store(token_p + (block * 3 + 2) * C + t, q_up)
+        if not WALK:
+            t_down, t_up = power_of_two(tl.max(tl.abs(X), axis=1), 0)
+            X *= t_down[:, None]
+            tl.store(token_p + (block * 3 + 0) * C + t, 1.0 / k_up)
+            tl.store(token_p + (block * 3 + 1) * C + t, t_up)
+            tl.store(token_p + (block * 3 + 2) * C + t, q_up)
     else:
         X = X * beta[None, :]
     square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]

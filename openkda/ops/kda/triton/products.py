@@ -61,7 +61,7 @@ def _unit(p, m, UNITS: tl.constexpr):
 @triton.jit
 def _states(
     p_do, u_p, dd_p, p_s, p_ds, u_unit_p, dd_unit_p, p_s_unit, p_ds_unit, wide_p, both_p, unit_p,
-    at_token, at_do, tile, real, block, part, scale,
+    at_token, at_do, tile, real, q_up, block, part, scale,
     HV: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
     HAS_DO: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _states(
         dke += tl.dot(u, dS, input_precision=PREC) * unit[:, None]
         if HAS_DO:
             do, unit = _rows(tl.load(p_do + (at_do[:, None] + x[None, :]), m, other=0.0).to(tl.float32), OP)
-            dqd += tl.dot(do, S, input_precision=PREC) * (unit * s_unit)[:, None]
+            dqd += tl.dot(do, S, input_precision=PREC) * (unit * q_up * s_unit)[:, None]
     p = wide_p + block * (192 * BK) + t[:, None] * BK + c[None, :]
     p_unit = unit_p + (block * (BK // BS) + part) * 4
     _store(p, p_unit + 1, dqd * scale)
@@ -106,8 +106,8 @@ def _states(
 
 @triton.jit
 def _pairs(
-    p_v, p_do, o_p, u_p, dd_p, dv_p, u_unit_p, dd_unit_p, d_p, unit_p, at_token, at_do, svt, tile, real, block, scale,
-    BK: tl.constexpr, BS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, L2NORM: tl.constexpr,
+    p_v, p_do, o_p, u_p, dd_p, dv_p, u_unit_p, dd_unit_p, d_p, unit_p, at_token, at_do, svt, tile, real, q_up, k_size, block,
+    scale, BK: tl.constexpr, BS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, L2NORM: tl.constexpr,
     HAS_DO: tl.constexpr,
     OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -134,10 +134,10 @@ def _pairs(
             if L2NORM:
                 doo += tl.sum(tl.load(o_p + at, m, other=0.0).to(tl.float32) * do, axis=1)
             do, unit = _rows(do, OP)
-            dM += tl.dot(do, tl.trans(u), input_precision=PREC) * unit[:, None] * u_unit[None, :]
+            dM += tl.dot(do, tl.trans(u), input_precision=PREC) * (unit * q_up)[:, None] * u_unit[None, :]
         dd = dd.to(tl.float32) * dd_unit[:, None]
         if UNITS:
-            tl.store(dv_p + at, dd.to(dv_p.dtype.element_ty), m)
+            tl.store(dv_p + at, (dd * k_size[:, None]).to(dv_p.dtype.element_ty), m)
         if L2NORM:
             ddv += tl.sum(tl.load(p_v + (t[:, None] * svt + x[None, :]), m, other=0.0).to(tl.float32) * dd, axis=1)
         ddu += tl.sum(u.to(tl.float32) * dd, axis=1) * u_unit
@@ -157,13 +157,13 @@ def _pairs(
 
 @triton.jit(do_not_specialize=["B", "T", "N", "slots", "tiles", "sbb", "sbt", "sbh"])
 def products_kernel(
-    v_p, beta_p, cu_p, o_p, do_p, u_p, dd_p, s_p, ds_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
+    v_p, beta_p, cu_p, token_p, o_p, do_p, u_p, dd_p, s_p, ds_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
     dv_p, d_p, wide_p, both_p, unit_p, dbeta_p, rows_p,
     svb, svt, svh, sbb, sbt, sbh, sob, sot, soh,
     B, T, N, slots, tiles, scale,
     HV: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
-    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, HAS_DO: tl.constexpr,
-    OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr, SIGMOID: tl.constexpr,
+    HAS_DO: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk of 64 tokens, value head and job: pairs, or a slice of BS key channels.
 
@@ -208,11 +208,17 @@ def products_kernel(
     at_token = t * HV
     tile = t // 16
     units = (h * tiles + tile0) * NU
+    q_up = tl.full([64], 1.0, tl.float32)
+    k_size = q_up
+    if SCALED:
+        p_token = token_p + (h * tiles + tile0) * 48 + t // 16 * 48 + t % 16
+        k_size = tl.load(p_token, real, other=1.0)
+        q_up = 1.0 / tl.load(p_token + 16, real, other=1.0)
     if job == 0:
         ddu, ddv, doo = _pairs(
             v_p + batch * svb + h * svh + row * svt, p_do, o_p + tokens * V, u_p + tokens * V, dd_p + tokens * V,
-            dv_p + tokens * V, u_unit_p + units, dd_unit_p + units, d_p, unit_p, at_token, at_do, svt, tile, real, block, scale,
-            BK, BS, V, BV, BU, L2NORM, HAS_DO, OP, PREC, STAGES,
+            dv_p + tokens * V, u_unit_p + units, dd_unit_p + units, d_p, unit_p, at_token, at_do, svt, tile, real, q_up,
+            k_size, block, scale, BK, BS, V, BV, BU, L2NORM, HAS_DO, OP, PREC, STAGES,
         )  # fmt: skip
         beta = tl.load(beta_p + batch * sbb + h * sbh + row * sbt + t * sbt, real, other=0.0).to(tl.float32)
         slope = tl.full([64], 1.0, tl.float32)
@@ -220,7 +226,7 @@ def products_kernel(
             beta = sigmoid(beta)
             slope = beta * (1.0 - beta)
         beta = tl.maximum(beta, BETA_FLOOR)  # U and dD are proportional to beta, as `prepare.py` floored it
-        tl.store(dbeta_p + tokens + at_token, ddu / beta / beta * slope, real)
+        tl.store(dbeta_p + tokens + at_token, ddu * k_size / beta * k_size / beta * slope, real)
         if L2NORM:
             tl.store(rows_p + tokens + at_token, doo, real)
             tl.store(rows_p + B.to(tl.int64) * T * HV + tokens + at_token, 2.0 * ddu / beta - ddv, real)
@@ -228,5 +234,5 @@ def products_kernel(
         _states(
             p_do, u_p + tokens * V, dd_p + tokens * V, s_p + block * (V * BK), ds_p + block * (V * BK), u_unit_p + units,
             dd_unit_p + units, s_unit_p + block * NU, ds_unit_p + block * NU, wide_p, both_p, unit_p,
-            at_token, at_do, tile, real, block, job - 1, scale, HV, BK, BS, V, BV, BU, HAS_DO, OP, PREC, STAGES,
+            at_token, at_do, tile, real, q_up, block, job - 1, scale, HV, BK, BS, V, BV, BU, HAS_DO, OP, PREC, STAGES,
         )  # fmt: skip

@@ -80,11 +80,12 @@ def place(n, cu_p, T, C: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr)
 @triton.jit
 def replay(
     v_p, u_p, cu_p, s0_p, s_p, u_unit_p, s_unit_p,
-    w_p, ke_p, tm_p, decay_p, unit_p,
+    w_p, ke_p, tm_p, decay_p, unit_p, token_p,
     svb, svt, svh, s0n, s0h, s0k, s0v,
     n, h, j, x, T, slots, saves,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_S0: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_S0: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The value channels x, block j, of head h of sequence n."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -102,6 +103,7 @@ def replay(
     p_square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
     p_unit = unit_p + block * (2 * C) + t
+    p_token = token_p + block * (3 * C) + t
     p_s = s_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
     p_s_unit = s_unit_p + (h * saves + save) * NV + j
     p_u_unit = u_unit_p + block * NV + j
@@ -115,6 +117,8 @@ def replay(
         decay = tl.load(p_decay)
         w_unit = tl.load(p_unit)
         vt = tl.trans(tl.load(p_v, m_v, other=0.0)).to(tl.float32)
+        if SCALED:
+            vt *= tl.load(p_token)[None, :]
         size = largest(S)
         a, down = operand(S, size, OP)
         size *= rows
@@ -131,6 +135,7 @@ def replay(
         p_square += 2 * C * C
         p_decay += BK
         p_unit += 2 * C
+        p_token += 3 * C
         p_u_unit += NV
         p_v += C * svt
         p_u += C * (HV * V)

@@ -28,12 +28,12 @@ from openkda.ops.kda.triton.replay import joint, keep, keep_state, largest, oper
 @triton.jit
 def reverse(
     dS, rows, do_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p,
-    kd_p, qd_p, y_p, tm_p, decay_p, unit_p,
+    kd_p, qd_p, y_p, tm_p, decay_p, unit_p, token_p,
     sob, sot, soh, s1n, s1h, s1k, s1v,
     n, h, j, x, T, slots, saves, scale,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_DS1: tl.constexpr, HAS_DO: tl.constexpr,
-    OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The value channels x, block j, of head h of sequence n: dS^T [BV, BK] times rows [BV] of the state after it -> of
     the state before it."""
@@ -53,6 +53,7 @@ def reverse(
     p_square = tm_p + block * (2 * C * C) + C * C + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
     p_unit = unit_p + block * (2 * C) + C + t
+    p_token = token_p + block * (3 * C) + C + t
     p_ds = ds_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
     p_ds_unit = ds_unit_p + (h * saves + save) * NV + j
     p_dd_unit = dd_unit_p + block * NV + j
@@ -78,6 +79,8 @@ def reverse(
             qd = tl.load(qd_p + p_wide)
             MT = tl.load(p_square)
             dot = tl.trans(tl.load(p_do, m_v, other=0.0)).to(tl.float32) * scale
+            if SCALED:
+                dot *= 1.0 / tl.load(p_token)[None, :]
             dD = tl.dot(round_mantissa(dot, PREC), MT, dD, input_precision=PREC)
         d_size = largest(dD)
         keep(p_dd, p_dd_unit, dD, d_size, m_v, True)
@@ -93,6 +96,7 @@ def reverse(
         p_square -= 2 * C * C
         p_decay -= BK
         p_unit -= 2 * C
+        p_token -= 3 * C
         p_dd_unit -= NV
         if HAS_DO:
             p_do -= C * sot

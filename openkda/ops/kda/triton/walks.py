@@ -15,12 +15,13 @@ from openkda.ops.kda.triton.reverse_scan import reverse
 @triton.jit(do_not_specialize=["T", "N", "slots", "saves"])
 def walks_kernel(
     v_p, do_p, u_p, dd_p, cu_p, chain_p, s0_p, s_p, ds1_p, ds0_p, ds_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
-    kd_p, qd_p, ke_p, w_p, y_p, tm_p, decay_p, unit_p,
+    kd_p, qd_p, ke_p, w_p, y_p, tm_p, decay_p, unit_p, token_p,
     svb, svt, svh, sob, sot, soh, s0n, s0h, s0k, s0v, s1n, s1h, s1k, s1v,
     T, N, slots, saves, reverses, scale,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     SAVE: tl.constexpr, PACKED: tl.constexpr, CHAIN: tl.constexpr, HAS_S0: tl.constexpr, HAS_DS1: tl.constexpr,
-    HAS_DS0: tl.constexpr, HAS_DO: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    HAS_DS0: tl.constexpr, HAS_DO: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (direction, sequence, value head, block of BV value channels); the first `reverses` go backwards.
 
@@ -46,14 +47,14 @@ def walks_kernel(
             for back in tl.range(0, members):
                 dS, rows = reverse(
                     dS, rows, do_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, y_p, tm_p, decay_p, unit_p,
-                    sob, sot, soh, s1n, s1h, s1k, s1v, first + members - 1 - back, h, j, x, T, slots, saves, scale,
-                    HV, K, BK, V, BV, C, SAVE, PACKED, HAS_DS1, HAS_DO, OP, PREC, STAGES,
+                    token_p, sob, sot, soh, s1n, s1h, s1k, s1v, first + members - 1 - back, h, j, x, T, slots, saves, scale,
+                    HV, K, BK, V, BV, C, SAVE, PACKED, HAS_DS1, HAS_DO, SCALED, OP, PREC, STAGES,
                 )  # fmt: skip
         else:
             dS, rows = reverse(
                 dS, rows, do_p, dd_p, cu_p, ds1_p, ds_p, dd_unit_p, ds_unit_p, kd_p, qd_p, y_p, tm_p, decay_p, unit_p,
-                sob, sot, soh, s1n, s1h, s1k, s1v, n, h, j, x, T, slots, saves, scale,
-                HV, K, BK, V, BV, C, SAVE, PACKED, HAS_DS1, HAS_DO, OP, PREC, STAGES,
+                token_p, sob, sot, soh, s1n, s1h, s1k, s1v, n, h, j, x, T, slots, saves, scale,
+                HV, K, BK, V, BV, C, SAVE, PACKED, HAS_DS1, HAS_DO, SCALED, OP, PREC, STAGES,
             )  # fmt: skip
         if HAS_DS0:
             c = tl.arange(0, BK)
@@ -61,7 +62,7 @@ def walks_kernel(
             tl.store(ds0_p + (n * HV + h) * (K * V) + c[None, :] * V + x[:, None], dS * rows[:, None], m_s)
     else:
         replay(
-            v_p, u_p, cu_p, s0_p, s_p, u_unit_p, s_unit_p, w_p, ke_p, tm_p, decay_p, unit_p,
+            v_p, u_p, cu_p, s0_p, s_p, u_unit_p, s_unit_p, w_p, ke_p, tm_p, decay_p, unit_p, token_p,
             svb, svt, svh, s0n, s0h, s0k, s0v, n, h, j, x, T, slots, saves,
-            HV, K, BK, V, BV, C, SAVE, PACKED, HAS_S0, OP, PREC, STAGES,
+            HV, K, BK, V, BV, C, SAVE, PACKED, HAS_S0, SCALED, OP, PREC, STAGES,
         )  # fmt: skip

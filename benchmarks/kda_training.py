@@ -1,0 +1,213 @@
+"""Forward and backward of KDA on a GPU beside its peers: gradients first, then times, memory, host time and the first step.
+
+    python benchmarks/kda_training.py            everything, about three minutes; kept under benchmarks/results/
+    python benchmarks/kda_training.py --quick    one minute; nothing is stored
+
+Gate, l2norm and the sigmoid of beta are inside for ours and for fla-core. cudnn-frontend's Hopper engine has a backward of the
+bare core only, so it is given unit q and k, log decays in float32 and sigmoids: less work than the others do. Slow gates are
+raw gates shifted by -6. Gradient errors are against the chunk form in float64 on the same bfloat16 inputs; nothing is timed
+where one of ours is above its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from kda import BF16, D, Training, bandwidth, host_time, median
+from kda_report import Row, show, versions
+
+from openkda.ops.kda.api import BoundedGate
+from openkda.ops.kda.call import KDAOutput
+from openkda.testing.compare import rel_grad
+from openkda.testing.inputs import make_inputs
+from openkda.testing.runs import gradients
+
+LIMITS = {
+    "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dinitial_state": 6e-3, "dg": 1.2e-2, "dbeta": 1.2e-2, "dA_log": 6e-3, "ddt_bias": 6e-3,
+}  # fmt: skip
+GATES = {"bounded": ("random", "slow", "fast"), "softplus": ("random", "slow", "fast")}
+
+
+def fla_op(q: Any, k: Any, v: Any, g: Any, beta: Any, *, gate: Any, initial_state: Any, **_: Any) -> KDAOutput:
+    from fla.ops.kda import chunk_kda
+
+    bounded = isinstance(gate, BoundedGate)
+    o, state = chunk_kda(
+        q, k, v, g, beta, initial_state=initial_state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=bounded,
+        lower_bound=gate.lower_bound if bounded else None, A_log=gate.A_log, dt_bias=gate.dt_bias.flatten(),
+    )  # fmt: skip
+    return KDAOutput(o, state)
+
+
+def errors(quick: bool) -> list[Row]:
+    """One row a gate, decay regime and kind of keys: relative errors of every gradient, ours and fla's."""
+    table: list[Row] = []
+    for gate, decays in GATES.items():
+        for decay in decays[:1] if quick else decays:
+            for near in (False, True):
+                x = make_inputs(
+                    0, T=512, H=96, K=D, gate=gate, decay=decay, near_equal_keys=near, unit_keys=False,
+                    use_qk_l2norm=True, use_beta_sigmoid=True,
+                ).to(dtype=BF16, device="cuda")  # fmt: skip
+                want = gradients(x.to(dtype=torch.float64), impl="chunkwise")
+                row: Row = {"case": f"{gate} gate, {decay} decay{', near-equal keys' if near else ''}"}
+                for way, op in (("ours", {"impl": None}), ("fla", {"op": fla_op})):
+                    try:
+                        got = gradients(x, **op)  # type: ignore[arg-type]
+                        row[way] = {n: rel_grad(got[n], want[n], want["dq"]) for n in LIMITS}
+                    except Exception as e:
+                        if way == "ours":
+                            raise
+                        row[way] = f"{type(e).__name__}: {str(e)[:60]}"
+                bad = {n: e for n, e in row["ours"].items() if not e <= LIMITS[n]}
+                if bad:
+                    raise SystemExit(f"wrong gradients, nothing timed: {row['case']}: {bad}")
+                table.append(row)
+    return table
+
+
+def ratios(table: list[Row]) -> dict[str, float]:
+    """Geometric mean of our error over fla's by gradient and over all, and the worst of all rows."""
+    found: dict[str, list[float]] = {n: [] for n in LIMITS}
+    for row in table:
+        if isinstance(row["fla"], dict):
+            for n in LIMITS:
+                found[n].append(max(row["ours"][n], 1e-7) / max(row["fla"][n], 1e-7))
+    every = [r for rs in found.values() for r in rs]
+    if not every:
+        return {}
+    mean = lambda rs: math.exp(sum(map(math.log, rs)) / len(rs))  # noqa: E731
+    return {**{n: mean(rs) for n, rs in found.items()}, "all": mean(every), "worst": max(every)}
+
+
+class Core(Training):
+    """cudnn-frontend's Hopper core on what stands inside the others: unit rows, log decays, sigmoids."""
+
+    def __init__(self, *case: Any) -> None:
+        super().__init__(*case)
+        if self.bound is not None:  # it has no softplus gate
+            self.ways["cudnn"] = self.core(self.bound)
+
+    def core(self, bound: float) -> Callable[[], Any]:
+        from_rows = lambda t: torch.nn.functional.normalize(t.detach().float(), dim=-1).to(BF16)[0]  # noqa: E731
+        q, k = from_rows(self.q), from_rows(self.k)
+        v, T = self.v.detach()[0], self.q.shape[1]
+        g = (bound * torch.sigmoid(self.g.detach().float() + self.dt_bias.detach()))[0]
+        beta = self.beta.detach().float().sigmoid()[0]
+        cu = (torch.tensor([0, T], device="cuda") if self.cu is None else self.cu).int()
+        self.core_leaves = [t.requires_grad_() for t in (q, k, v, g, beta)]
+
+        def run() -> Any:
+            from cudnn.linear_attention.ops import kimi_delta_attention
+
+            return kimi_delta_attention(*self.core_leaves, cu, plan_name="kda_hopper_cuda")
+
+        return run
+
+    def step(self, way: str) -> None:
+        if way != "cudnn":
+            super().step(way)
+            return
+        with torch.enable_grad():
+            torch.autograd.grad(self.ways[way]()[0], self.core_leaves, self.do[0])
+
+
+CASES = (
+    ("H=96 1x8192, bounded gate", (96, (8192,), "bounded", 0.0), 6.5),
+    ("H=96 1x8192, bounded gate, slow", (96, (8192,), "bounded", -6.0), 6.5),
+    ("H=96 1x8192, softplus gate", (96, (8192,), "softplus", 0.0), 8.5),
+    ("H=96 1x8192, softplus gate, slow", (96, (8192,), "softplus", -6.0), 8.5),
+    ("H=64 1x8192, bounded gate", (64, (8192,), "bounded", 0.0), 4.5),
+    ("H=64 1x8192, bounded gate, slow", (64, (8192,), "bounded", -6.0), 4.5),
+    ("H=16 8x2048 packed, bounded gate", (16, (2048,) * 8, "bounded", 0.0), None),
+    ("H=16 8x2048 packed, bounded gate, slow", (16, (2048,) * 8, "bounded", -6.0), None),
+)
+
+
+def rows(quick: bool, speed: float) -> list[Row]:
+    """Floor: the forward reads q, k, v, g and writes o, the backward reads those inputs and do and writes their gradients."""
+    table: list[Row] = []
+    for name, case, must in CASES[::2] if quick else CASES:
+        x = Core(*case)
+        floor = 14 * x.q.numel() * 2 / speed * 1e3
+        row = x.row(f"forward+backward {name}", "ms", lambda w, x=x: median(lambda: x.step(w)), floor)
+        row["must"] = must if must is not None or isinstance(row["fla"], str) else 0.6 * row["fla"]
+        table.append(row)
+        if len(table) == 1:
+            table.append({**x.row("peak memory above its inputs", "GiB", x.peak), "must": 3.5})
+    x = Core(2, (64,), "bounded", 0.0)
+    host = x.row("host time of forward+backward", "us", lambda w: host_time(lambda: x.step(w), inference=False))
+    return [*table, {**host, "must": 150.0}]
+
+
+def first_step_row() -> Row:
+    """A fresh process with an empty kernel cache: from the first forward to the last gradient."""
+    code = (
+        "import time, torch; from kda import Training\n"
+        "x = Training(96, (8192,), 'bounded', 0.0); torch.cuda.synchronize(); t = time.perf_counter()\n"
+        "x.step('ours'); torch.cuda.synchronize(); print(time.perf_counter() - t)"
+    )
+    row: Row = {"case": "first step, empty cache", "unit": "s", "floor": None, "must": 20.0}
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+            env={**os.environ, "TRITON_CACHE_DIR": cache},
+        )  # fmt: skip
+    row["ours"] = float(done.stdout.split()[-1]) if done.returncode == 0 else done.stderr.strip().splitlines()[-1][:60]
+    return row
+
+
+def render_errors(table: list[Row]) -> str:
+    lines = ["| relative error, ours / fla-core | " + " | ".join(LIMITS) + " |", "|---|" + "---:|" * len(LIMITS)]
+    for row in table:
+        fla = row["fla"] if isinstance(row["fla"], dict) else {}
+        cells = [f"{row['ours'][n]:.1e} / {fla[n]:.1e}" if fla else f"{row['ours'][n]:.1e} / -" for n in LIMITS]
+        lines.append(f"| {row['case']} | " + " | ".join(cells) + " |")
+    if not any(isinstance(r["fla"], dict) for r in table):
+        return "\n".join([*lines, f"| fla-core: {table[0]['fla']} |"])
+    return "\n".join([*lines, "| ratio | " + ", ".join(f"{n} {r:.2f}" for n, r in ratios(table).items()) + " |"])
+
+
+def render(table: list[Row]) -> str:
+    columns = ("ours", "triton", "fla", "cudnn", "must", "floor")
+    lines = ["| case | unit | ours | impl=triton | fla-core | cudnn core | must | floor |", "|---|---|" + "---:|" * 6]
+    for row in table:
+        lines.append(f"| {row['case']} | {row['unit']} | " + " | ".join(show(row.get(c)) for c in columns) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Forward and backward of KDA on a GPU beside its peers")
+    parser.add_argument("--quick", action="store_true", help="one minute; nothing is stored")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    wrong = errors(options.quick)
+    print(render_errors(wrong), flush=True)
+    torch.set_grad_enabled(False)
+    speed = bandwidth()
+    about = {**versions(), "copy": f"{speed / 1e12:.2f} TB/s"}
+    print(about, flush=True)
+    table = rows(options.quick, speed)
+    table += [] if options.quick else [first_step_row()]
+    print(render(table), flush=True)
+    if not options.quick:
+        path = options.out / ("kda-training-" + about["device"].lower().replace(" ", "-") + ".json")
+        options.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"about": about, "errors": wrong, "ratios": ratios(wrong), "rows": table}, indent=1))
+        head = ", ".join(f"{k} {v}" for k, v in about.items())
+        path.with_suffix(".md").write_text("\n\n".join([head, render_errors(wrong), render(table)]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
