@@ -37,10 +37,10 @@ def reference(x: KDAInputs, **options: Any) -> dict[str, Tensor]:
 
 
 CHANCE = 3e-3
-"""16 bits: a gate's parameters sum one number a token and channel, each off by about 1e-3 of itself at worst, and the sum is off
-by so much of the root of their squares whatever it is itself. One head of 128 tokens can cancel to a tenth of that root by
-chance: in pack64-64-K64V24-softplus-random-x1-near_equal the sum is 0.010, the root 0.131 and the sum of absolute values 4.6, so
-2e-2 of the sum is 1.7e-3 of the root. Many heads do not (test_goal_accuracy holds 6e-3 of the sum)."""
+"""16 bits: a gate's parameters sum one number a token and channel, each off by about 1e-3 of itself at worst, and the sum is
+off by so much of the root of their squares whatever it is itself. One head of 128 tokens can cancel to a tenth of that root
+by chance: in pack64-64-K64V24-softplus-random-x1-near_equal the sum is 0.010, the root 0.131 and the sum of absolute values
+4.6, so 2e-2 of the sum is 1.7e-3 of the root. Many heads do not (test_goal_accuracy holds 6e-3 of the sum)."""
 
 
 def spread(x: KDAInputs, want: dict[str, Tensor]) -> dict[str, float]:
@@ -179,8 +179,10 @@ def check_extreme_gates(device: str, dtype: torch.dtype, T: int = 70) -> None:
         if A is not None:  # the gate is a step: its slope is 0 except at |z| < e^-90, which no input has
             assert not any(bool(got[n].any()) for n in ("dg", "dA_log", "ddt_bias")), name
             assert x.gate is not None and x.gate.dt_bias is not None
-            x.g[:, 3], x.gate.dt_bias[:] = 0, 0  # the step itself
-            assert all(bool(torch.isfinite(t).all()) for t in gradients(x, impl="triton").values()), name
+            x.g[:, 3], x.gate.dt_bias[:] = 0, 0  # the step itself: a slope of e^90 / 4, for which float16 has no number
+            assert dtype == F16 or all(bool(torch.isfinite(t).all()) for t in gradients(x, impl="triton").values()), (
+                name
+            )
 
 
 FUTURES = (("g", 20.0), ("g", -20.0), ("v", 100.0), ("k", 3.0), ("beta", 5.0))
