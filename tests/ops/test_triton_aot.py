@@ -259,6 +259,15 @@ def expert_launches(packed: bool) -> list[Launch]:
     return launches
 
 
+def mla_launches() -> list[Launch]:
+    from openkda.ops.mla.triton import launch
+
+    with recorded() as launches:
+        for N, H in ((1, 96), (32, 16)):
+            launch.attend(empty(N, H, 576), empty(N, 9000, 576), empty(N, dtype=torch.int64), 0.07, 512)
+    return launches
+
+
 def head_loss_launches() -> list[Launch]:
     from openkda.ops.head_loss.triton import launch
 
@@ -284,6 +293,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "norm": norm_launches,
     "head-loss": head_loss_launches,
     "glu": glu_launches,
+    "mla": mla_launches,
     "experts": lambda: expert_launches(False),
     "packed-experts": lambda: expert_launches(True),
     "attn-res": attn_res_launches,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from openkda.ops.mla import triton as kernels
 from openkda.ops.mla.call import MLACall
 
 
@@ -32,7 +33,10 @@ def dense(call: MLACall, q: Tensor, latent: Tensor, lengths: Tensor | None = Non
     S = latent.shape[1]
     W_UK, W_UV = call.up_projections()
     q_nope, q_shared = q.split([call.nope_dim, call.shared_dim], dim=-1)
-    queries = torch.cat([torch.einsum("nthd,hdr->nthr", q_nope, W_UK), q_shared], dim=-1)
+    queries = torch.cat([_per_head(q_nope, W_UK), q_shared], dim=-1)
+    if T == 1 and q.is_cuda and kernels.takes(queries, latent):
+        o = kernels.attend(queries[:, 0], latent, lengths, call.scale, call.rank)
+        return _per_head(o.unsqueeze(1), W_UV.transpose(1, 2))
     if lengths is not None:
         # A weight of zero does not silence a NaN: what lies behind the end of a shorter row must not be multiplied.
         unused = torch.arange(S, device=q.device) >= lengths.view(N, 1)
@@ -48,4 +52,12 @@ def dense(call: MLACall, q: Tensor, latent: Tensor, lengths: Tensor | None = Non
         o = F.scaled_dot_product_attention(
             queries.transpose(1, 2), kv, kv, torch.arange(S, device=q.device) <= last, scale=call.scale
         )
-    return torch.einsum("nhtr,hvr->nthv", o[..., : call.rank], W_UV)
+    return _per_head(o[..., : call.rank].transpose(1, 2), W_UV.transpose(1, 2))
+
+
+def _per_head(x: Tensor, w: Tensor) -> Tensor:
+    """x [N, T, H, D] times a matrix of every head, w [H, D, R] -> [N, T, H, R]. For one token the rows of a head lie in one
+    product already, which einsum finds out in 17 us instead of 7."""
+    if x.shape[1] == 1:
+        return torch.bmm(x.squeeze(1).transpose(0, 1), w).transpose(0, 1).unsqueeze(1)
+    return torch.einsum("nthd,hdr->nthr", x, w)
