@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
-from openkda import BoundedGate, kda
+from openkda import BoundedGate, kda, kda_step
 from openkda.ops.kda.hopper import launch
-from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
+from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block, kda_block_commit
 from openkda.ops.norm.api import gated_rms_norm, rms_norm
-from openkda.ops.short_conv.api import short_conv
+from openkda.ops.short_conv.api import short_conv, short_conv_step
 from openkda.testing.inputs import KDAInputs, make_inputs
 from openkda.testing.runs import gradients
 
@@ -69,9 +69,21 @@ def main() -> None:
                 gate=BoundedGate(-5.0), keep=keep,
             )  # fmt: skip
             report(f"decoding block, {T} tokens, keep {keep}", out.output)
+            if out.states is not None:
+                counts = torch.tensor([2, 1, 3], device="cuda")
+                kda_block_commit(out.states, *(tokens[n] for n in "qkv"), counts, state=state, slots=slots)
+                report("commit", *state.tensors())
+        for sizes in ({"T": 1, "H": 2, "K": 128}, {"T": 1, "H": 1, "HV": 2, "K": 24, "V": 40}):
+            x = inputs("softplus", B=3, **sizes)
+            rows = [t[:, 0] for t in (x.q, x.k, x.v, x.g, x.beta)]
+            report("kda_step", *kda_step(*rows, x.initial_state, gate=x.gate, state_indices=slots))
+        x, at = inputs("softplus", lengths=packs, H=2, K=24), torch.tensor([0, 17, 18, 150], device="cuda")
+        report("states at positions", *kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), state_positions=at))
+        report("one convolved token", *short_conv_step(draw(3, 40), draw(40, 4), draw(3, 40, 3)))
     for sizes, cu in (((2, 37, 48), None), ((1, 40, 130), torch.tensor([0, 0, 1, 3, 40], device="cuda"))):
         y, w = draw(*sizes).to(BF16).requires_grad_(), draw(sizes[-1], 4, requires_grad=True)
-        z, _ = short_conv(y, w, cu_seqlens=cu)
+        old = draw(2 if cu is None else 4, sizes[-1], 3).to(BF16)
+        z, _ = short_conv(y, w, initial_state=old, cu_seqlens=cu, output_final_state=True)
         report(f"short_conv {sizes}", z, *torch.autograd.grad(z.sum(), (y, w)))
     y, w = draw(37, 3, 96).to(BF16).requires_grad_(), draw(96, requires_grad=True)
     for name, f in (
