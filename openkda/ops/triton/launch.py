@@ -181,9 +181,9 @@ def record(
                 return made, None
             places.append(found if isinstance(found, int) else len(memory) + inner.setdefault(found, len(inner)))
         bare = bare_launcher(one.ready) if one.descriptors else (one.ready.run, ())
-        if bare is None:
-            return made, None
         encoded = tuple(map(Encoded, one.descriptors, about_descriptors(one.ready) if one.descriptors else ()))
+        if bare is None or len(encoded) != len(one.descriptors):
+            return made, None
         metadata = (*bare[1], one.ready.packed_metadata)
         played.append((bare[0], one.ready.function, metadata, one.grid, encoded, places, one.rest))
     none = len(memory) + len(inner)
