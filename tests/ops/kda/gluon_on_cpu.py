@@ -82,7 +82,7 @@ def _operator(name: str) -> tuple[Any, Any]:
 
 
 for _sign, _name in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "true_divide"), ("and", "bitwise_and"),
-                     ("mod", "remainder")):  # fmt: skip
+                     ("mod", "remainder"), ("rshift", "bitwise_right_shift")):  # fmt: skip
     for _attribute, _function in zip((f"__{_sign}__", f"__r{_sign}__"), _operator(_name), strict=True):
         setattr(Value, _attribute, _function)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -136,6 +136,10 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.v.permute(*order))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        assert dtype == self.dtype
+        return Shared(self.v.view(*shape))
+
     def load(self, layout: Any) -> Value:
         return Value(self.v.clone())
 
@@ -179,7 +183,7 @@ _language = SimpleNamespace(
     arange=lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
     zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
     full=lambda shape, v, dtype, layout=None: Value(torch.full(shape, v, dtype=dtype)),
-    sum=lambda x, axis: Value(x.v.double().sum(axis).to(x.dtype)),
+    sum=lambda x, axis: Value(x.v.double().sum(axis).to(x.dtype)), min=lambda x, axis: Value(x.v.amin(axis)),
     exp2=lambda x: Value(torch.exp2(x.v)),
     minimum=lambda a, b: Value(torch.minimum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b)))),
     maximum=lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b)))),

@@ -28,6 +28,7 @@ TOK = gl.constexpr(gl.SliceLayout(0, MM.value))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SMALL = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
+TABLE = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 S128 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 S32 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
 S1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -88,32 +89,47 @@ def _b32(x):
 
 
 @gluon.jit
-def _tile(s, t: gl.constexpr):
-    """Tile t of [64 tokens, 64 channels] as float32 [channels, 16 tokens]."""
-    return s.slice(16 * t, 16, dim=0).permute((1, 0)).load(MM).to(gl.float32)
+def _tiles(s):
+    """[64 tokens, 64 channels] as four tiles of 16 tokens."""
+    return s._reinterpret(s.dtype, [4, 16, 64], S128)
 
 
 @gluon.jit
-def _keep(s, t: gl.constexpr, x):
-    s.slice(16 * t, 16, dim=0).permute((1, 0)).store(x.to(s.dtype))
+def _tile(s, t):
+    """Tile t as float32 [channels, 16 tokens]."""
+    return s.index(t).permute((1, 0)).load(MM).to(gl.float32)
 
 
 @gluon.jit
-def _row(s, which: gl.constexpr, t: gl.constexpr):
+def _keep(s, t, x):
+    s.index(t).permute((1, 0)).store(x.to(s.dtype))
+
+
+@gluon.jit
+def _row(s, t):
     """Tile t of one number a token, [1, 16]."""
-    return s.index(which).slice(16 * t, 16, dim=0).load(TOK)[None, :]
+    return s._reinterpret(gl.float32, [4, 16], S1).index(t).load(TOK)[None, :]
 
 
 @gluon.jit
-def _forth(s, i: gl.constexpr, j: gl.constexpr):
+def _forth(s, i, j):
     """Scores [rows of tile i, columns of tile j] as an operand [tokens of j, tokens of i]."""
-    return s.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).permute((1, 0)).load(B16)
+    return s.index(4 * j + i).permute((1, 0)).load(B16)
 
 
 @gluon.jit
-def _back(s, i: gl.constexpr, j: gl.constexpr):
+def _back(s, i, j):
     """The same as [tokens of i, tokens of j]."""
-    return s.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(B16)
+    return s.index(4 * j + i).load(B16)
+
+
+@gluon.jit
+def _fetch_scores(dst, p):
+    """Starts to copy [64, 64] as 16 tiles, those of a column of tiles one behind the other."""
+    r = gl.arange(0, 256, layout=gl.SliceLayout(1, TABLE))[:, None]
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, TABLE))[None, :]
+    at = r % 64 * 64 + r // 64 * 16 + c
+    async_copy.async_copy_global_to_shared(dst._reinterpret(gl.float16, [256, 16], S32), p + at)
 
 
 @gluon.jit
@@ -133,6 +149,7 @@ def _fetch(dst, p, stride, left, first, CHANNELS: gl.constexpr):
     t = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
     m = (t < left)[:, None] & (first + c < CHANNELS)[None, :]
+    dst = dst._reinterpret(dst.dtype, [64, 64], S128)
     async_copy.async_copy_global_to_shared(dst, p + (t[:, None] * stride + c[None, :]), m)
 
 
@@ -141,57 +158,58 @@ def _write(p, s, stride, left, first, CHANNELS: gl.constexpr):
     t = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
     m = (t < left)[:, None] & (first + c < CHANNELS)[None, :]
-    gl.store(p + (t[:, None] * stride + c[None, :]), s.load(ROWS), m)
+    x = s._reinterpret(s.dtype, [64, 64], S128).load(ROWS)
+    gl.store(p + (t[:, None] * stride + c[None, :]), x, m)
 
 
 @gluon.jit
-def _log2_decay(z, rate, bound, GATE: gl.constexpr):
-    """Log2 decay of a raw gate input (bias added)."""
+def _gate(z, rate, bound, GATE: gl.constexpr):
+    """Log2 decay of a raw gate input (bias added); and for `_gate_gradient` the sigmoid of a bounded gate, else the decay."""
     if GATE == BOUNDED:
-        per = 1.0 / (bound * LOG2E)
-        return _rcp(_ex2(z * (-rate * LOG2E)) * per + per)
+        s = _rcp(_ex2(z * (-rate * LOG2E)) + 1.0)
+        return s * (bound * LOG2E), s
     elif GATE == SOFTPLUS:
         # log1p(e) by Kahan's quotient: w - 1 is what the rounding of 1 + e kept. A plain log loses the slow decays.
         e = _ex2(gl.maximum(z, -z) * -LOG2E)
         w = e + 1.0
         log1p = gl.where(w == 1.0, e, _lg2(w) * LN2 * (e * _rcp(w - 1.0)))
-        return gl.maximum((gl.maximum(z, 0.0) + log1p) * -(rate * LOG2E), FORGOTTEN)
+        g = gl.maximum((gl.maximum(z, 0.0) + log1p) * -(rate * LOG2E), FORGOTTEN)
+        return g, g
     else:
-        return gl.maximum(z * LOG2E, FORGOTTEN)
+        g = gl.maximum(z * LOG2E, FORGOTTEN)
+        return g, g
 
 
 @gluon.jit
-def _gate_gradient(dg, z, g, rate, bound, unit, GATE: gl.constexpr):
-    """(gradient of the raw gate input, of A_log per element) from that of the natural log decay. g: log2 decay."""
+def _gate_gradient(dg, z, s, rate, bound, unit, GATE: gl.constexpr):
+    """(gradient of the raw gate input, of A_log per element) from that of the natural log decay."""
     if GATE == BOUNDED:
-        s = _rcp(_ex2(z * (-rate * LOG2E)) + 1.0)
         dz = dg * (s * (1.0 - s)) * (bound * rate * unit)
         return dz, dz * z
     else:
-        dg = gl.where(g.to(gl.float32) <= NEARLY, 0.0, dg * unit)
+        dg = gl.where(s <= FORGOTTEN, 0.0, dg * unit)
         if GATE == SOFTPLUS:
-            return dg * (-rate * _rcp(_ex2(z * -LOG2E) + 1.0)), dg * (g.to(gl.float32) * LN2)
+            return dg * (-rate * _rcp(_ex2(z * -LOG2E) + 1.0)), dg * (s * LN2)
         else:
             return dg, dg
 
 
 @gluon.jit
-def _level_table(w_s, at: gl.constexpr, n: gl.constexpr):
-    """For pairs in the two halves, of n tokens each, of an aligned run: of which tokens j the log decay counts for token i
-    (at); which pairs there are as [column, row] (at + 1) and as [row, column] (at + 2), ones in every bit."""
+def _level_table(M_s, A_s, at: gl.constexpr, n: gl.constexpr):
+    """For pairs in the two halves, of n tokens each, of an aligned run, in tiles of the scores' gradients that lie above the
+    diagonal: of which tokens j the log decay counts for token i; which pairs there are, ones in every bit."""
     j = gl.arange(0, 16, layout=gl.SliceLayout(1, SMALL))[:, None]
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, SMALL))[None, :]
     ones = gl.full([16, 16], -1, gl.int16, SMALL).to(gl.float16, bitcast=True)
     zero = gl.full([16, 16], 0.0, gl.float16, SMALL)
     counts = (i // n == j // n) & ((j > i) != (i // n % 2 == 1))
     run = i // (2 * n) == j // (2 * n)
-    w_s.index(at).store(gl.where(counts, 1.0, 0.0).to(gl.float16))
-    w_s.index(at + 1).store(gl.where(run & (i // n % 2 == 1) & (j // n % 2 == 0), ones, zero))
-    w_s.index(at + 2).store(gl.where(run & (j // n % 2 == 1) & (i // n % 2 == 0), ones, zero))
+    M_s.index(at).store(gl.where(counts, 1.0, 0.0).to(gl.float16))
+    A_s.index(at).store(gl.where(run & (j // n % 2 == 1) & (i // n % 2 == 0), ones, zero))
 
 
 @gluon.jit
-def _inside_bounded(q, k, up, down, M_s, A_s, t: gl.constexpr, zero):
+def _inside_bounded(q, k, up, down, M_s, A_s, t, zero):
     """Pairs inside tile t: (dq, dk, dP), all at once; 16 tokens of a bounded gate stay in float32's range."""
     kd = _tf32(k * down)
     a = mma_v2(_a32(kd), _b32(_forth(M_s, t, t)), zero, input_precision="tf32")
@@ -206,63 +224,43 @@ def _inside_bounded(q, k, up, down, M_s, A_s, t: gl.constexpr, zero):
 
 
 @gluon.jit
-def _inside_levels(q, k, g, own, w_s, M_s, A_s, t: gl.constexpr, zero):
-    """The same for any gate: pairs grouped by the aligned run of 16, 8, 4 or 2 tokens in whose halves they lie, decays from
-    the border between the halves."""
+def _level(q, k, g, dq, dk, dP, M_s, A_s, t, at: gl.constexpr, n: gl.constexpr, zero):
+    """Adds the pairs in the two halves, of n tokens each, of an aligned run; decays from the border between the halves."""
+    e = _ex2(mma_v2(_a16(g), M_s.index(at).load(B16), zero))
+    forth = A_s.index(at).permute((1, 0)).load(B16)
+    back = A_s.index(at).load(B16)
+    qe = (q * e).to(gl.float16)
+    ke = (k * e).to(gl.float16)
+    a = mma_v2(_a16(ke), _and(_forth(M_s, t, t), forth), zero)
+    d = mma_v2(_a16(ke), _and(_forth(A_s, t, t), forth), zero)
+    d = mma_v2(_a16(qe), _and(_back(M_s, t, t), back), d)
+    d = mma_v2(_a16(ke), _and(_back(A_s, t, t), back), d)
+    tok = gl.arange(0, 16, layout=TOK)[None, :]
+    dP += qe.to(gl.float32) * a
+    dP += ke.to(gl.float32) * gl.where(tok // n % 2 == 1, d, -d)
+    return dq + a * e, dk + d * e, dP
+
+
+@gluon.jit
+def _inside_levels(q, k, g, own, M_s, A_s, t, zero):
+    """Pairs inside tile t for any gate, grouped by the aligned run of 16, 8, 4 or 2 tokens in whose halves they lie."""
     dq = own * k  # a token with itself: no decay between, so nothing for dP
     dk = own * q
-    dP = zero
-    Mf = _forth(M_s, t, t)
-    Af = _forth(A_s, t, t)
-    Mb = _back(M_s, t, t)
-    Ab = _back(A_s, t, t)
-    tok = gl.arange(0, 16, layout=TOK)[None, :]
-    for level in gl.static_range(4):
-        e = _ex2(mma_v2(_a16(g), w_s.index(3 * level).load(B16), zero))
-        forth = w_s.index(3 * level + 1).load(B16)
-        back = w_s.index(3 * level + 2).load(B16)
-        qe = (q * e).to(gl.float16)
-        ke = (k * e).to(gl.float16)
-        a = mma_v2(_a16(ke), _and(Mf, forth), zero)
-        d = mma_v2(_a16(ke), _and(Af, forth), zero)
-        d = mma_v2(_a16(qe), _and(Mb, back), d)
-        d = mma_v2(_a16(ke), _and(Ab, back), d)
-        dq += a * e
-        dk += d * e
-        dP += qe.to(gl.float32) * a
-        dP += ke.to(gl.float32) * gl.where(tok // (8 >> level) % 2 == 1, d, -d)
-    return dq, dk, dP
+    dq, dk, dP = _level(q, k, g, dq, dk, zero, M_s, A_s, t, 4, 8, zero)
+    dq, dk, dP = _level(q, k, g, dq, dk, dP, M_s, A_s, t, 8, 4, zero)
+    dq, dk, dP = _level(q, k, g, dq, dk, dP, M_s, A_s, t, 9, 2, zero)
+    return _level(q, k, g, dq, dk, dP, M_s, A_s, t, 12, 1, zero)
 
 
 @gluon.jit
-def _from_earlier(d_s, fs, w_s, u, r_s, t: gl.constexpr, zero, none):
-    """What the rows of tile t get from earlier tiles and from the entering state, its own decay pending."""
-    b = zero
-    before = none
-    for o in gl.static_range(t - 1, -1, -1):
-        f = fs[o]
-        if o < t - 1:
-            f = f * _ex2(before).to(gl.float16)[:, None]
-        b = mma_v2(_a16(f), _forth(d_s, t, o), b)
-        before += r_s.index(o).load(CHAN)
-    return b + _tile(w_s, t) * (_ex2(before) * u)[:, None]
-
-
-@gluon.jit
-def _from_later(M_s, A_s, f, qs, ks, w_s, u, r_s, dP, t: gl.constexpr, zero, none):
-    """What the columns of tile t get from later tiles and from the leaving state, its own decay pending; and dP."""
-    b = zero
-    later = none
-    for o in gl.static_range(t + 1, 4):
-        c = mma_v2(_a16(qs[o]), _back(M_s, o, t), zero)
-        c = mma_v2(_a16(ks[o]), _back(A_s, o, t), c)
-        if o > t + 1:
-            w = _ex2(later)
-            dP -= (f * w.to(gl.float16)[:, None]).to(gl.float32) * c
-            b += c * w[:, None]
+def _member(place, cu_p, N):
+    """The member of a pack that owns a chunk; see `find_sequence` in ops/triton/api.py."""
+    low = place * 0
+    high = low + N
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (gl.load(cu_p + middle) // 64 + middle).to(gl.int32) <= place:
+            low = middle
         else:
-            dP -= f.to(gl.float32) * c
-            b += c
-        later += r_s.index(o).load(CHAN)
-    w = _tile(w_s, t) * (_ex2(later) * u)[:, None]
-    return b + w, dP - f.to(gl.float32) * w
+            high = middle
+    return low

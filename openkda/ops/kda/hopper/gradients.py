@@ -33,20 +33,22 @@ from openkda.ops.kda.hopper.gradient_tiles import (  # fmt: skip
     _a16,
     _a32,
     _across,
+    _back,
     _ex2,
     _fetch,
+    _fetch_scores,
     _folded,
-    _from_earlier,
-    _from_later,
+    _forth,
+    _gate,
     _gate_gradient,
     _inside_bounded,
     _inside_levels,
     _keep,
     _level_table,
-    _log2_decay,
-    _rcp,
+    _member,
     _row,
     _tile,
+    _tiles,
     _write,
 )
 
@@ -66,29 +68,23 @@ def gradients_kernel(
     Writes dq, dk, dz [B, T, HV, K], ddt and dA_log [slots, HV, K].
     """
     NS: gl.constexpr = (BK + 63) // 64
-    pid = gl.program_id(0).to(gl.int64)
-    part = (pid % NS).to(gl.int32)
-    h = pid // NS % HV
-    slot = pid // NS // HV
+    pid = gl.program_id(0)
+    part = pid % NS
+    h = (pid // NS % HV).to(gl.int64)
+    place = pid // NS // HV
+    slot = place.to(gl.int64)
     if PACKED:
-        low = (slot * 0).to(gl.int32)
-        high = low + N
-        while high - low > 1:
-            middle = (low + high) // 2
-            if (gl.load(cu_p + middle) // 64 + middle).to(gl.int32) <= slot:
-                low = middle
-            else:
-                high = middle
+        low = _member(place, cu_p, N)
         start = gl.load(cu_p + low).to(gl.int64)
-        first = (slot - (start // 64 + low)) * 64
-        length = gl.load(cu_p + low + 1).to(gl.int64) - start
+        first = (place - (start // 64 + low).to(gl.int32)) * 64
+        length = (gl.load(cu_p + low + 1).to(gl.int64) - start).to(gl.int32)
         tile0 = start // 16 + low + first // 16
         batch = slot * 0
     else:
         per = (T + 63) // 64
-        batch = slot // per
-        first = (slot % per) * 64
-        length = slot * 0 + T
+        batch = (place // per).to(gl.int64)
+        first = place % per * 64
+        length = T
         tile0 = batch * ((T + 15) // 16) + first // 16
         start = slot * 0
     c0 = part * 64
@@ -102,27 +98,32 @@ def gradients_kernel(
             gl.store(dA_log_p + p_sum + chan, gl.zeros([64], gl.float32, CHAN), m_c)
         return
     row = start + first
-    left = gl.minimum(length - first, 64).to(gl.int32)
+    left = gl.minimum(length - first, 64)
     block = h * slots + slot
 
-    q_s = gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128)
-    k_s = gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128)
-    z_s = gl.allocate_shared_memory(g_p.dtype.element_ty, [64, 64], S128)
-    M_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    A_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    wq_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    wk_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    we_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
+    # One allocation each: a store to one needs no barrier before the next.
+    q_s = _tiles(gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128))
+    k_s = _tiles(gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128))
+    z_s = _tiles(gl.allocate_shared_memory(g_p.dtype.element_ty, [64, 64], S128))
+    wq_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    wk_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    we_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    f_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    M_s = gl.allocate_shared_memory(gl.float16, [16, 16, 16], S32)
+    A_s = gl.allocate_shared_memory(gl.float16, [16, 16, 16], S32)
+    rq_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+    rk_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+    aq_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+    ak_s = gl.allocate_shared_memory(gl.float32, [64], S1)
     r_s = gl.allocate_shared_memory(gl.float32, [4, 64], S1)
-    v_s = gl.allocate_shared_memory(gl.float32, [5, 64], S1)
     _fetch(z_s, g_p + batch * sgb + h * sgh + row * sgt + c0, sgt, left, c0, K)
-    _fetch(k_s, k_p + batch * skb + h // GROUP * skh + row * skt + c0, skt, left, c0, K)
+    _fetch(k_s, k_p + batch * skb + (h // GROUP) * skh + row * skt + c0, skt, left, c0, K)
     p_w = wide_p + block * (3 * 64 * BK) + c0
     _fetch(we_s, p_w + 2 * 64 * BK, BK, 64, c0, BK)
     async_copy.commit_group()
-    _fetch(q_s, q_p + batch * sqb + h // GROUP * sqh + row * sqt + c0, sqt, left, c0, K)
-    _fetch(M_s, d_p + block * 8192, 64, 64, 0, 64)
-    _fetch(A_s, d_p + block * 8192 + 4096, 64, 64, 0, 64)
+    _fetch(q_s, q_p + batch * sqb + (h // GROUP) * sqh + row * sqt + c0, sqt, left, c0, K)
+    _fetch_scores(M_s, d_p + block * 8192)
+    _fetch_scores(A_s, d_p + block * 8192 + 4096)
     _fetch(wq_s, p_w, BK, 64, c0, BK)
     _fetch(wk_s, p_w + 64 * BK, BK, 64, c0, BK)
     async_copy.commit_group()
@@ -141,15 +142,13 @@ def gradients_kernel(
     r_q = gl.load(p_n + 16, real, other=0.0)
     a_q = gl.load(p_r, real, other=0.0) * per_unit
     a_k = gl.load(p_r + B.to(gl.int64) * T * HV, real, other=0.0) * per_unit
-    v_s.index(0).store(r_q)
-    v_s.index(1).store(r_k)
-    v_s.index(2).store(a_q)
-    v_s.index(3).store(a_k)
+    rq_s.store(r_q)
+    rk_s.store(r_k)
+    aq_s.store(a_q)
+    ak_s.store(a_k)
     if GATE != BOUNDED:
-        v_s.index(4).store(gl.load(d_p + block * 8192 + t64 * 65).to(gl.float32))
-        w_s = gl.allocate_shared_memory(gl.float16, [12, 16, 16], S32)
-        for level in gl.static_range(4):
-            _level_table(w_s, 3 * level, 8 >> level)
+        own_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+        own_s.store(gl.load(d_p + block * 8192 + t64 * 65).to(gl.float32))
     rate = 1.0
     if HAS_A:
         rate = gl.exp2(gl.minimum(gl.load(A_log_p + h).to(gl.float32) * LOG2E, 115.0))
@@ -172,84 +171,107 @@ def gradients_kernel(
     async_copy.wait_group(1)
     gl.thread_barrier()
 
-    # From the last tile to the first: log2 decays, keys decayed to their tile's end, what these say to the leaving state.
-    x0, x1, x2, x3, f0, f1, f2, f3 = zero, zero, zero, zero, zero, zero, zero, zero
+    # From the last tile to the first: keys decayed to their tile's end, what these say to the leaving state.
     written = _folded(zero)
     after = none
-    for t in gl.static_range(3, -1, -1):
-        g = _log2_decay(_tile(z_s, t) + dt, rate, bound, GATE)
+    for turn in range(4):
+        t = 3 - turn
+        g, s = _gate(_tile(z_s, t) + dt, rate, bound, GATE)
         g = gl.where(tok + 16 * t < left, g, 0.0).to(gl.float16)
-        R = gl.sum(g.to(gl.float32), axis=1)
-        k = _tile(k_s, t) * _row(v_s, 1, t)
+        k = _tile(k_s, t) * _row(rk_s, t)
+        # A sum of log decays falls from token to token: that of the whole tile is the smallest.
         if GATE == BOUNDED:
-            x = _ex2(-mma_v2(_a16(g), until, zero - mid))
-            f = (k * (x * _ex2(R - mid)[:, None])).to(gl.float16)
+            P = mma_v2(_a16(g), until, zero - mid)
+            R = gl.min(P, axis=1)
+            f = (k * (_ex2(-P) * _ex2(R)[:, None])).to(gl.float16)
+            R += mid
         else:
-            x = g
             P = mma_v2(_a16(g), until, zero)
-            f = (k * _ex2(gl.minimum(R[:, None] - P, 0.0))).to(gl.float16)
+            R = gl.min(P, axis=1)
+            f = (k * _ex2(R[:, None] - P)).to(gl.float16)
         written += _folded(f.to(gl.float32) * (_tile(we_s, t) * _ex2(after)[:, None]))
         after += R
         r_s.index(t).store(R)
-        if t == 0:
-            x0, f0 = x, f
-        elif t == 1:
-            x1, f1 = x, f
-        elif t == 2:
-            x2, f2 = x, f
-        else:
-            x3, f3 = x, f
+        _keep(f_s, t, f)
     carry = _across(written) * ue + both * _ex2(after) * per_unit
     async_copy.wait_group(0)
     gl.thread_barrier()
-    xs = (x0, x1, x2, x3)
-    fs = (f0, f1, f2, f3)
+    if GATE != BOUNDED:
+        _level_table(M_s, A_s, 4, 8)
+        _level_table(M_s, A_s, 8, 4)
+        _level_table(M_s, A_s, 9, 2)
+        _level_table(M_s, A_s, 12, 1)
     ddt = _folded(zero)
     dA = ddt
-    n1, n2, n3, l1, l2, l3 = f0, f0, f0, f0, f0, f0
-    for t in gl.static_range(3, -1, -1):
-        k = _tile(k_s, t) * _row(v_s, 1, t)
-        q = _tile(q_s, t) * _row(v_s, 0, t)
+    for turn in range(4):
+        t = 3 - turn
+        z = _tile(z_s, t) + dt
+        g, s = _gate(z, rate, bound, GATE)
+        g = gl.where(tok + 16 * t < left, g, 0.0).to(gl.float16)
+        k = _tile(k_s, t) * _row(rk_s, t)
+        q = _tile(q_s, t) * _row(rq_s, t)
+        R = r_s.index(t).load(CHAN)
         if GATE == BOUNDED:
-            down = xs[t]
-            up = _rcp(down)
+            P = mma_v2(_a16(g), until, zero - mid)
+            up = _ex2(P)
+            down = _ex2(-P)
             dq, dk, dP = _inside_bounded(q, k, up, down, M_s, A_s, t, zero)
             near = up * _ex2(none + mid)[:, None]
-            far = down * _ex2(r_s.index(t).load(CHAN) - mid)[:, None]
+            far = down * _ex2(R - mid)[:, None]
         else:
-            dq, dk, dP = _inside_levels(q, k, xs[t], _row(v_s, 4, t), w_s, M_s, A_s, t, zero)
-            P = mma_v2(_a16(xs[t]), until, zero)
+            P = mma_v2(_a16(g), until, zero)
+            dq, dk, dP = _inside_levels(q, k, g, _row(own_s, t), M_s, A_s, t, zero)
             near = _ex2(P)
-            far = _ex2(gl.minimum(r_s.index(t).load(CHAN)[:, None] - P, 0.0))
-        b = _from_earlier(M_s, fs, wq_s, uq, r_s, t, zero, none)
+            far = _ex2(R[:, None] - P)
         qn = (q * near).to(gl.float16)
+        kn = (k * near).to(gl.float16)
+        # Rows of pairs with earlier tiles, and what the entering state says.
+        b = zero
+        c = zero
+        past = none
+        for back in range(t):
+            o = t - 1 - back
+            f = _a16(f_s.index(o).permute((1, 0)).load(MM) * _ex2(past).to(gl.float16)[:, None])
+            b = mma_v2(f, _forth(M_s, t, o), b)
+            c = mma_v2(f, _forth(A_s, t, o), c)
+            past += r_s.index(o).load(CHAN)
+        past = _ex2(past)
+        b += _tile(wq_s, t) * (past * uq)[:, None]
         dP += qn.to(gl.float32) * b
         dq += near * b
-        _keep(q_s, t, (_row(v_s, 0, t) * ud) * (dq - q * _row(v_s, 2, t)))
-        b = _from_earlier(A_s, fs, wk_s, uk, r_s, t, zero, none)
-        kn = (k * near).to(gl.float16)
-        dP += kn.to(gl.float32) * b
-        dk += near * b
-        b, dP = _from_later(M_s, A_s, fs[t], (f0, n1, n2, n3), (f0, l1, l2, l3), we_s, ue, r_s, dP, t, zero, none)
-        dk += far * b
-        _keep(k_s, t, (_row(v_s, 1, t) * ud) * (dk - k * _row(v_s, 3, t)))
-        high = (dP.to(gl.int32, bitcast=True) & -0x2000).to(gl.float32, bitcast=True)
-        dg = mma_v2(_a32(high), since, carry[:, None] + zero, input_precision="tf32")
-        dg = mma_v2(_a32(dP - high), since, dg, input_precision="tf32")
+        c += _tile(wk_s, t) * (past * uk)[:, None]
+        dP += kn.to(gl.float32) * c
+        dk += near * c
+        # Columns of pairs with later tiles, and what the leaving state says.
+        f = f_s.index(t).permute((1, 0)).load(MM)
+        b = zero
+        past = none
+        for o in range(t + 1, 4):
+            c = mma_v2(_a16(wq_s.index(o).permute((1, 0)).load(MM)), _back(M_s, o, t), zero)
+            c = mma_v2(_a16(wk_s.index(o).permute((1, 0)).load(MM)), _back(A_s, o, t), c)
+            w = _ex2(past)
+            dP -= (f * w.to(gl.float16)[:, None]).to(gl.float32) * c
+            b += c * w[:, None]
+            past += r_s.index(o).load(CHAN)
+        w = _tile(we_s, t) * (_ex2(past) * ue)[:, None]
+        dP -= f.to(gl.float32) * w
+        dk += far * (b + w)
+        # Out.
+        _keep(wq_s, t, qn)
+        _keep(wk_s, t, kn)
+        _keep(q_s, t, (_row(rq_s, t) * ud) * (dq - q * _row(aq_s, t)))
+        _keep(k_s, t, (_row(rk_s, t) * ud) * (dk - k * _row(ak_s, t)))
+        coarse = (dP.to(gl.int32, bitcast=True) & -0x2000).to(gl.float32, bitcast=True)
+        dg = mma_v2(_a32(coarse), since, carry[:, None] + zero, input_precision="tf32")
+        dg = mma_v2(_a32(dP - coarse), since, dg, input_precision="tf32")
         carry += gl.sum(dP, axis=1)
-        dz, da = _gate_gradient(dg, _tile(z_s, t) + dt, xs[t], rate, bound, ud, GATE)
+        dz, da = _gate_gradient(dg, z, s, rate, bound, ud, GATE)
         dz = gl.where(tok + 16 * t < left, dz, 0.0)
         _keep(z_s, t, dz)
         if HAS_DT:
             ddt += _folded(dz)
         if HAS_A:
             dA += _folded(gl.where(tok + 16 * t < left, da, 0.0))
-        if t == 3:
-            n3, l3 = qn, kn
-        elif t == 2:
-            n2, l2 = qn, kn
-        elif t == 1:
-            n1, l1 = qn, kn
     gl.thread_barrier()
     out = ((batch * T + row) * HV + h) * K + c0
     _write(dq_p + out, q_s, HV * K, left, c0, K)
