@@ -23,6 +23,7 @@ from openkda.layers.parameters import Float32Parameters, fill, fill_constant, fi
 from openkda.layers.sequence import SequenceLayer
 from openkda.layers.short_conv import ShortConvolution
 from openkda.layers.state import KDAState
+from openkda.ops.device.api import is_watched
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
@@ -125,7 +126,7 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
 
     def _step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
         """One token for every sequence: x [N, 1, hidden_size]."""
-        if x.is_cuda and self.impl is None:
+        if self.impl is None and (x.is_cuda or not is_watched()):
             return self._fused_step(x, state)
         x = x[:, 0]
         # One convolution of all channels: three would cost three times the calls (0.3 ms a layer on a CPU).
@@ -152,7 +153,16 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
         return self._output(o, x).unsqueeze(1), KDAState(recurrent, *tails.split(channels, 1))
 
     def _fused_step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
-        """The same step as one op between the projections: a pass over the state, one launch."""
+        """The same step as one op between the projections: one launch on a GPU, few calls on a CPU."""
+        rows = x if x.is_cuda else x[:, 0]  # a linear layer turns three axes into two and back: on a CPU 2 us each
+        tokens = (
+            self.q_proj(rows),
+            self.k_proj(rows),
+            self.v_proj(rows),
+            self._split(self.f_b_proj(self.f_a_proj(rows)), self.key_dim),
+            self.b_proj(rows),
+            self._output_gate(rows),
+        )
         weights = BlockWeights(
             self.q_conv1d.weight[:, 0],
             self.k_conv1d.weight[:, 0],
@@ -161,18 +171,14 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
             self.o_norm.eps,
         )
         y, new, _ = kda_block(
-            self.q_proj(x),
-            self.k_proj(x),
-            self.v_proj(x),
-            self._split(self.f_b_proj(self.f_a_proj(x)), self.key_dim),
-            self.b_proj(x),
-            self._output_gate(x),
+            *(tokens if x.is_cuda else [t.unsqueeze(1) for t in tokens]),
             weights=weights,
             state=BlockState(state.recurrent, state.conv_q, state.conv_k, state.conv_v),
             gate=self.gate(),
         )
         assert new is not None  # for the type checker: only keep="all" returns none
-        return self.o_proj(y.flatten(-2)), KDAState(*new.tensors())
+        out = self.o_proj(y.flatten(-2) if x.is_cuda else y.flatten(1))
+        return out if x.is_cuda else out.unsqueeze(1), KDAState(*new.tensors())
 
     def _output_gate(self, x: Tensor) -> Tensor:
         return self._split(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)), self.v_dim)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openkda.layers.state import MLAState
+from openkda.ops.device.api import is_watched
 
 
 def start(latent: Tensor, cu_seqlens: Tensor | None) -> MLAState:
@@ -28,6 +29,9 @@ def append(state: MLAState, new: Tensor, cu_seqlens: Tensor | None, keep: bool) 
     everything is copied, and so it is without `keep`: the result will be continued (it becomes the buffer's newest state).
     """
     longest = int(state.length.max()) if state.longest is None else state.longest
+    recorded = torch.is_grad_enabled() and (new.requires_grad or state.latent.requires_grad)
+    if cu_seqlens is None and keep and not recorded and new.is_cpu and new.shape[:2] == (1, 1) and not is_watched():
+        return _append_one(state, new[0, 0], longest + 1)
     if cu_seqlens is None:
         N, T = new.shape[:2]
         added: Tensor | int = T
@@ -41,15 +45,30 @@ def append(state: MLAState, new: Tensor, cu_seqlens: Tensor | None, keep: bool) 
         longest = int((state.length + added).max())
     length, flat = state.length + added, new.flatten(0, 1).to(state.latent.dtype)
     held = state.latent[:, :longest]
-    recorded = torch.is_grad_enabled() and (flat.requires_grad or state.latent.requires_grad)
     if recorded or not keep:
         wide = F.pad(held, (0, 0, 0, longest - held.shape[1]))
         return MLAState(wide.index_put((row, place), flat), length, longest)
-    buffer, tail = (state.latent, state.tail) if _claimed(state, longest) else (_grown(held, longest), [])
+    buffer, tail = _room(state, longest)
     buffer[row, place] = flat
-    assert tail is not None  # for the type checker: what is claimed has one
     tail.append(length)
     return MLAState(buffer, length, longest, tail)
+
+
+def _append_one(state: MLAState, new: Tensor, longest: int) -> MLAState:
+    """One token [R] of one sequence on a CPU, where its place is a number and the write one copy: 20 us instead of 75."""
+    place, length = int(state.length), state.length + 1
+    buffer, tail = _room(state, longest)
+    buffer[0, place].copy_(new)
+    tail.append(length)
+    return MLAState(buffer, length, longest, tail)
+
+
+def _room(state: MLAState, longest: int) -> tuple[Tensor, list[Tensor]]:
+    """A buffer with the tokens of `state` and room for `longest`, and its `tail`, empty until the caller has written."""
+    if not _claimed(state, longest):
+        return _grown(state.latent[:, :longest], longest), []
+    assert state.tail is not None  # for the type checker: what is claimed has one
+    return state.latent, state.tail
 
 
 def _claimed(state: MLAState, longest: int) -> bool:

@@ -63,9 +63,12 @@ class GatedMLA(SequenceLayer):
     def _sequences(
         self, x: Tensor, state: MLAState | None, cu_seqlens: Tensor | None, return_state: bool
     ) -> tuple[Tensor, MLAState | None]:
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank_q else self.q_proj(x)
+        rows = x[:, 0] if x.shape[1] == 1 and x.is_cpu else x  # a linear layer would do it each time, and back
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(rows))) if self.low_rank_q else self.q_proj(rows)
+        c_p = self.kv_a_proj_with_mqa(rows)
+        if rows is not x:
+            q, c_p = q.unsqueeze(1), c_p.unsqueeze(1)
         q = q.unflatten(-1, (self.heads, -1))
-        c_p = self.kv_a_proj_with_mqa(x)
         c, p = c_p.split([self.kv_lora_rank, c_p.shape[-1] - self.kv_lora_rank], dim=-1)
         latent = torch.cat([self.kv_a_layernorm(c), p], dim=-1)
         if self.watch_logits and self.training and state is None:

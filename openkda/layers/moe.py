@@ -191,8 +191,7 @@ class SparseMoE(nn.Module):
         if self.latent:
             norm = getattr(self, "routed_expert_norm", None)
             y = self.routed_expert_up_proj(y if norm is None else norm(y))
-        y = y.view(x.shape)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        return (y if self.shared_experts is None else y + self.shared_experts(flat)).view(x.shape)
 
 
 @torch.no_grad()

@@ -43,6 +43,8 @@ class Repeated:
 
         A key costs a microsecond a tensor. Of the latest key with these options a guard is kept, one call for all tensors.
         """
+        if not (KEY_ANY_DEVICE or getattr(tensors[0], "is_cuda", False)):
+            return None, None
         if is_watched() or not _ATOMS.issuperset(map(type, options)):
             return None, None
         kind = (*options, *[t is None for t in tensors])

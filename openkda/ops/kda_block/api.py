@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState, BlockWeights
-from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens
+from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens, is_usual
 from openkda.ops.kda_block.commit import kda_block_commit
 
 __all__ = [
@@ -111,8 +111,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _checked(call: BlockCall, impl: str | None) -> ModuleType:
-    check_tokens(call)
-    check_state(call)
+    if not is_usual(call):
+        check_tokens(call)
+        check_state(call)
     return _choose(call, impl)
 
 

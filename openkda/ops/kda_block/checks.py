@@ -26,6 +26,37 @@ def check_shape(name: str, t: Tensor, shape: tuple[int, ...], letters: str, like
         bad(f"{name}.device", f"{like.device} (that of q)", t.device)
 
 
+def is_usual(call: BlockCall) -> bool:
+    """Whether a call without slots passes `check_tokens` and `check_state`, asked at once: these are what says why not, and
+    take 34 us of a decoding step on a CPU."""
+    w, s, gate, q, g = call.weights, call.state, call.gate, call.q, call.g
+    tensors = (q, call.k, call.v, g, call.beta, call.out_gate, w.conv_q, w.conv_k, w.conv_v, w.norm, *s.tensors())
+    if call.slots is not None or not all(isinstance(t, Tensor) for t in tensors):
+        return False
+    if (q.dim(), g.dim(), s.recurrent.dim(), w.conv_q.dim()) != (3, 4, 4, 2):
+        return False
+    (N, T, HK), (HV, K), V, W = q.shape, g.shape[2:], s.recurrent.shape[-1], w.conv_q.shape[-1]
+    shapes = (
+        (N, T, HK), (N, T, HK), (N, T, HV * V), (N, T, HV, K), (N, T, HV), (N, T, HV, V), (HK, W), (HK, W), (HV * V, W), (V,),
+        (N, HV, K, V), (N, HK, W - 1), (N, HK, W - 1), (N, HV * V, W - 1),
+    )  # fmt: skip
+    return (
+        tuple(t.shape for t in tensors) == shapes
+        and isinstance(gate, SoftplusGate | BoundedGate)
+        and all(t is None or (isinstance(t, Tensor) and t.numel() == n and t.device == q.device)
+                for t, n in ((gate.A_log, HV), (gate.dt_bias, HV * K)))
+        and 1 <= T <= MAX_TOKENS
+        and W in (2, 3, 4)
+        and HK > 0 < K
+        and HK % K == 0
+        and HV % (HK // K) == 0
+        and all(t.device == q.device for t in tensors)
+        and all(t.dtype == q.dtype for t in (call.k, call.v, s.conv_q, s.conv_k, s.conv_v))
+        and all(t.dtype in _FLOATS for t in (q, g, call.beta, call.out_gate))
+        and s.recurrent.dtype in (torch.promote_types(q.dtype, torch.float32), torch.bfloat16)
+    )  # fmt: skip
+
+
 def check_tokens(call: BlockCall) -> None:
     q, g, out = call.q, call.g, call.out_gate
     for name in ("q", "k", "v", "g", "beta", "out_gate"):
@@ -41,7 +72,7 @@ def check_tokens(call: BlockCall) -> None:
     V = out.shape[3]
     if not 1 <= T <= MAX_TOKENS:
         bad("T", f"1 to {MAX_TOKENS} tokens (longer: short_conv and kda)", T)
-    if q.shape[2] % K or HV % max(q.shape[2] // K, 1):
+    if K < 1 or q.shape[2] % K or HV % max(q.shape[2] // K, 1):
         bad("q.shape[2]", f"H * K with K = {K} and HV = {HV} a multiple of H", q.shape[2])
     check_shape("k", call.k, tuple(q.shape), "[N, T, H * K]", q)
     check_shape("v", call.v, (N, T, HV * V), "[N, T, HV * V]", q)
@@ -63,9 +94,15 @@ def check_tokens(call: BlockCall) -> None:
 def check_state(call: BlockCall) -> None:
     w, s, q = call.weights, call.state, call.q
     (HV, K), V = call.g.shape[2:], call.out_gate.shape[3]
-    HK, W = q.shape[2], w.conv_q.shape[-1]
+    HK, W = q.shape[2], w.conv_q.shape[-1] if w.conv_q.dim() else 0
     if W not in (2, 3, 4):
         bad("weights.conv_q.shape", "[H * K, W] with W = 2, 3 or 4", list(w.conv_q.shape))
+    if s.recurrent.dim() != 4 or w.conv_q.dim() != 2:
+        bad(
+            "state.recurrent, weights.conv_q shapes",
+            "[P, HV, K, V], [channels, W]",
+            f"{list(s.recurrent.shape)}, {list(w.conv_q.shape)}",
+        )
     rows = s.recurrent.shape[0]
     if call.slots is None and rows != q.shape[0]:
         bad("state rows", f"N = {q.shape[0]} (or pass slots)", rows)

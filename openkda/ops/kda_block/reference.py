@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openkda.ops.kda.api import kda
+from openkda.ops.kda_block import single
 from openkda.ops.kda_block.call import BlockCall, BlockOutput, BlockState
 from openkda.ops.norm.api import gated_rms_norm
 from openkda.ops.short_conv.api import short_conv
@@ -16,6 +17,12 @@ def refusals(call: BlockCall) -> list[str]:
 
 
 def run(call: BlockCall) -> BlockOutput:
+    with torch.autocast(call.q.device.type, enabled=False):
+        done = single.step(call) if single.takes(call) else None
+        return _compose(call) if done is None else done
+
+
+def _compose(call: BlockCall) -> BlockOutput:
     w, slots = call.weights, call.slots
     N, T, HV, K = call.g.shape
     old = call.state.tensors() if slots is None else tuple(_gather(t, slots) for t in call.state.tensors())

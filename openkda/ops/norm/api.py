@@ -15,6 +15,7 @@ import math
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -29,6 +30,7 @@ IMPLEMENTATIONS = ("triton", "reference")
 """In order of preference. Each is a module of this folder with `refusals(x)`, `rms_norm` and `gated_rms_norm`."""
 
 CALLS = Repeated()
+_WIDE = (torch.float32, torch.float64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -42,6 +44,8 @@ def rms_norm(
         impl: a name out of IMPLEMENTATIONS; None chooses.
     Returns: [..., D] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
     """
+    if impl is None and _is_plain_on_cpu(x, weight) and 0 <= eps < math.inf:
+        return F.rms_norm(x, weight.shape, weight, eps)  # the bits of the reference, without the way there
     key, again = CALLS.look((x, None, weight), ("plain", eps, impl))
     y = None if again is None else again((x, None, weight))
     if y is not None:
@@ -86,6 +90,13 @@ def _check_float(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, received {type(t).__name__}")
     if t.dtype not in _FLOATS:
         raise TypeError(f"{name}.dtype: expected float16, bfloat16, float32 or float64, received {t.dtype}")
+
+
+def _is_plain_on_cpu(x: Tensor, weight: Tensor) -> bool:
+    """A valid call of `rms_norm` that torch's own norm answers: on a CPU, one dtype of at least 32 bits, so no cast inside."""
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and x.is_cpu and weight.is_cpu):
+        return False
+    return x.dtype == weight.dtype and x.dtype in _WIDE and weight.dim() == 1 and weight.shape == x.shape[-1:]
 
 
 def _checked(x: Tensor, gates: tuple[Tensor, ...], weight: Tensor, eps: float, impl: str | None) -> ModuleType:
