@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from openkda.models.config import ModelConfig
+from openkda.models.field_types import parse_json
 from openkda.models.hybrid import HybridLM
 from openkda.models.official import is_published, load_text_model, read_config
 from openkda.models.official_names import plain_names
@@ -161,7 +162,7 @@ def _opened(path: Path, device: str) -> Iterator[Any]:
 
 def _parse(path: Path, text: str | bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(fields, dict):

@@ -167,6 +167,10 @@ def _check(c: ModelConfig) -> None:
         _bad("gate_lower_bound", "a value in [-5, 0), or null for the softplus gate", c.gate_lower_bound)
     if c.hidden_act not in ("silu", "situ"):
         _bad("hidden_act", "'silu' or 'situ'", repr(c.hidden_act))
+    for name in ("activation_situ_beta", "activation_situ_linear_beta"):
+        bound = getattr(c, name)
+        if bound is not None and not bound > 0:
+            _bad(name, "a positive number or null", bound)
     if c.num_experts is not None:
         _check_moe(c)
     _check_bytes(c)

@@ -1,10 +1,12 @@
-"""Whether the values of a config, which come from a file that anyone can edit, are of its fields' types."""
+"""What a config file that anyone can edit may hold: every key once, and values of its fields' types."""
 
 from __future__ import annotations
 
+import json
 import math
 import types
 import typing
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any
@@ -21,6 +23,19 @@ def check_types(config: Any, title: str, *, largest: int = _LARGEST) -> None:
         value = getattr(config, name)
         if not _fits(value, hint, largest):
             raise ValueError(f"{title}: {name}: expected {_say(hint, largest)}, received {value!r:.80}")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` that does not let the second of two equal keys win in silence: ValueError names it."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+            raise ValueError(f"keys that stand there twice: {', '.join(twice[:10])}")
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import shutil
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from openkda.models.config import ModelConfig
+from openkda.models.field_types import parse_json
 from openkda.models.hybrid import HybridLM
 from openkda.models.multimodal import MultimodalLM
 from openkda.models.official_config import Kind, OfficialConfig, from_published, to_published
@@ -65,6 +67,7 @@ def load_official(
         files that contradict each other, A_log with a tail that is not zero, NaN scales, keys of the config.
     """
     directory = Path(directory)
+    _check_target(device, dtype)
     config = read_config(directory)
     shards = Shards(directory)
     official = _as_stored(config, shards)
@@ -105,7 +108,7 @@ def read_config(directory: str | Path) -> OfficialConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found")
     try:
-        return from_published(json.loads(path.read_bytes()))
+        return from_published(parse_json(path.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -186,15 +189,33 @@ def _as_stored(config: OfficialConfig, shards: Shards) -> OfficialConfig:
 
 
 def _stored_a_log(official: OfficialConfig, shards: Shards) -> ALogForm:
-    """The form of the first A_log found; a shape that is none of them is reported with all other misshapen tensors."""
+    """The form of the first A_log whose file is there; a shape that is none of them is reported with all other misshapen
+    tensors."""
     for name in shards.files:
-        if name.endswith(".A_log"):
-            return a_log_form(shards.shape(name), official.model.kda_v_heads) or A_LOG_FORM[official.kind]
+        shape = shards.shape(name) if name.endswith(".A_log") else None
+        if shape is not None:
+            return a_log_form(shape, official.model.kda_v_heads) or A_LOG_FORM[official.kind]
     return A_LOG_FORM[official.kind]
 
 
+def _check_target(device: str | torch.device, dtype: torch.dtype | None) -> None:
+    """Before anything is read: a device of this machine, a dtype that weights can have."""
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"dtype: expected a float torch.dtype or None, received {dtype!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"device: expected a device of this machine, received {device!r} ({reason})") from None
+
+
 def _check_layers(layers: Sequence[int] | None, config: ModelConfig) -> list[int]:
-    chosen = list(range(config.num_hidden_layers) if layers is None else layers)
+    try:
+        chosen = list(range(config.num_hidden_layers) if layers is None else map(operator.index, layers))
+    except TypeError:
+        raise ValueError(
+            f"layers: expected indices in 0..{config.num_hidden_layers - 1}, received {layers!r}"
+        ) from None
     if not chosen or chosen != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= config.num_hidden_layers:
         raise ValueError(f"layers: expected ascending indices in 0..{config.num_hidden_layers - 1}, received {chosen}")
     return chosen

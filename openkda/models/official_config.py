@@ -199,6 +199,10 @@ def _top(config: dict[str, Any], text: dict[str, Any], faults: _Faults) -> dict[
 def _vision(config: dict[str, Any], text: dict[str, Any], faults: _Faults) -> VisionConfig | None:
     vision = faults.need(config, "vision_config", "vision_config")
     if not isinstance(vision, dict):
+        if "vision_config" in config:
+            faults.contradictory.append(
+                f"vision_config: expected a JSON object beside text_config, found {vision!r:.80}"
+            )
         return None
     fields = {ours: faults.need(vision, key, f"vision_config.{key}") for key, ours in VISION.items()}
     fields["placeholder_id"] = faults.need(config, "media_placeholder_token_id", "media_placeholder_token_id")

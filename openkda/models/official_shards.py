@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from openkda.models.field_types import parse_json
 from openkda.models.official_names import PublishedTensor
 
 INDEX = "model.safetensors.index.json"
@@ -33,7 +33,10 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 class Shards:
-    """A directory of safetensors files. files: tensor name -> file name, from the index (or the one file there is)."""
+    """A directory of safetensors files. files: tensor name -> file name, from the index (or the one file there is).
+
+    Files that hold nothing of what is wanted need not be there: a download may stop at the layers asked for.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -47,9 +50,6 @@ class Shards:
                 self.files = dict.fromkeys(file.keys(), SINGLE)
         else:
             raise FileNotFoundError(f"{directory}: expected {INDEX} or {SINGLE}")
-        absent = sorted({f for f in self.files.values() if not (directory / f).is_file()})
-        if absent:
-            raise FileNotFoundError(f"{index}: names files that do not exist: {', '.join(absent)}")
         self._headers: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
 
     def header(self, file_name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -60,8 +60,14 @@ class Shards:
                 self._headers[file_name] = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
         return self._headers[file_name]
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """None where its file does not exist."""
+        if not self.exists(self.files[name]):
+            return None
         return self.header(self.files[name]).get(name, ("", ()))[1]
+
+    def exists(self, file_name: str) -> bool:
+        return (self.directory / file_name).is_file()
 
     def check(self, wanted: Sequence[PublishedTensor], left_out: set[str]) -> None:
         """Raise ValueError that lists every wanted tensor that is missing, misshapen or of a wrong dtype, every tensor
@@ -70,6 +76,9 @@ class Shards:
         faults: dict[str, list[str]] = {"missing": sorted(names - self.files.keys())}
         faults["unexpected"] = sorted(self.files.keys() - names - left_out)
         present = [t for t in wanted if t.name in self.files]
+        absent = sorted(f for f in {self.files[t.name] for t in present} if not self.exists(f))
+        if absent:
+            raise FileNotFoundError(f"{self.directory / INDEX}: names files that do not exist: {_some(absent)}")
         for file_name in sorted({self.files[t.name] for t in present}):
             header = self.header(file_name)
             listed = {n for n, f in self.files.items() if f == file_name}
@@ -94,7 +103,7 @@ def _some(items: list[str], limit: int = 50) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = parse_json(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON object with weight_map ({error!r})") from None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):

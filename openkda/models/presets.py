@@ -6,10 +6,10 @@ Sources: `config.json` of moonshotai/Kimi-Linear-48B-A3B-Instruct (revision e1df
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from openkda.models.config import ModelConfig
+from openkda.models.field_types import parse_json
 
 
 def _every_fourth(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -149,9 +149,9 @@ def named_config(name: str) -> ModelConfig:
     if path.suffix != ".json" or not path.is_file():
         raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, or a config.json, received {name!r}")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        fields = None
+        fields = parse_json(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, a key twice
+        raise ValueError(f"preset: expected the JSON of a model config, received {name} ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError(f"preset: expected the JSON of a model config, received {name}")
     return ModelConfig.from_dict(fields)

@@ -42,6 +42,11 @@ class VisionConfig:
         if self.qkv_hidden_size % (4 * self.num_attention_heads):
             want = f"a multiple of 4 x {self.num_attention_heads} heads (rows and columns rotate pairs)"
             raise ValueError(f"vision config: qkv_hidden_size: expected {want}, received {self.qkv_hidden_size}")
+        if self.placeholder_id < 0:
+            raise ValueError(f"vision config: placeholder_id: expected a token id, received {self.placeholder_id}")
+        for name in ("norm_eps", "projector_eps", "initializer_range"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"vision config: {name}: expected 0 or more, received {getattr(self, name)}")
         if self.hidden_size % 2:
             raise ValueError(f"vision config: hidden_size: expected an even number, received {self.hidden_size}")
         if len(self.merge_kernel) != 2 or min(self.merge_kernel) < 1:

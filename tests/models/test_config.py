@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from openkda.models.config import ModelConfig
 from openkda.models.hybrid import HybridLM
-from openkda.models.presets import PRESETS
+from openkda.models.presets import PRESETS, named_config
+from openkda.models.vision_config import VisionConfig
 
 TINY = PRESETS["tiny"]
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
@@ -108,3 +110,23 @@ def test_absurd_sizes_are_refused_or_build_shapes_at_once(field: dataclasses.Fie
 def test_negative_where_a_root_or_a_width_follows(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected 0 or more, received -1"):
         TINY.replace(**{name: -1.0})
+
+
+@pytest.mark.parametrize("name", ["activation_situ_beta", "activation_situ_linear_beta"])
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_bounds_of_an_activation_are_positive(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"model config: {name}: expected a positive number or null, received {value}"):
+        TINY.replace(hidden_act="situ", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["placeholder_id", "norm_eps", "projector_eps", "initializer_range"])
+def test_negative_values_of_the_tower(name: str) -> None:
+    with pytest.raises(ValueError, match=f"vision config: {name}: expected .*, received -1"):
+        VisionConfig(**{name: -1})
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY.to_dict())[:-1] + ', "hidden_size": 128}')
+    with pytest.raises(ValueError, match=r"config\.json \(keys that stand there twice: hidden_size\)"):
+        named_config(str(path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,11 +123,19 @@ def test_any_layers(k3: Path) -> None:
 
 
 def test_layers_left_out_need_no_files(copy_of_k3: Path) -> None:
-    """Their shards are not opened: they may hold anything."""
-    (copy_of_k3 / "model-00005-of-000008.safetensors").write_bytes(b"nothing")
+    """Their shards are not opened: they may hold anything, and need not be there."""
+    shard = copy_of_k3 / "model-00005-of-000008.safetensors"
+    shard.write_bytes(b"nothing")
     load_official(copy_of_k3, layers=range(4))
     with pytest.raises(ValueError, match=r"model-00005-of-000008\.safetensors: not a whole safetensors file"):
         load_official(copy_of_k3)
+    shard.unlink()
+    load_official(copy_of_k3, layers=range(4))
+    for number in (1, 2, 7, 8):  # the first layers; projector and tower
+        (copy_of_k3 / f"model-0000{number}-of-000008.safetensors").unlink()
+    load_official(copy_of_k3, layers=[2, 3], vision=False)
+    with pytest.raises(FileNotFoundError, match=r"names files that do not exist: model-00007-.*model-00008-"):
+        load_official(copy_of_k3, layers=[2, 3])
 
 
 def test_one_file_is_open_at_a_time_and_each_once(k3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +282,36 @@ def test_experts_of_several_dtypes(linear: Path, tmp_path: Path) -> None:
     edit(directory, "model.layers.1.block_sparse_moe.experts.2.w1.weight", lambda t: t.float())
     with pytest.raises(ValueError, match=r"experts\.2\.w1\.weight: expected torch\.bfloat16 as its first expert's"):
         load_official(directory)
+
+
+def test_keys_that_stand_twice(copy_of_k3: Path) -> None:
+    """The second one used to win in silence."""
+    for file, key in ((official_shards.INDEX, f"{ROOT}norm.weight"), ("config.json", "hidden_size")):
+        path = copy_of_k3 / file
+        text = path.read_text()
+        path.write_text(text.replace(f'"{key}":', f'"{key}": "model-00001-of-000008.safetensors", "{key}":', 1))
+        with pytest.raises(ValueError, match=rf"{re.escape(file)}.*twice: {re.escape(key)}"):
+            load_official(copy_of_k3)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.int8}, "dtype: expected a float torch.dtype or None, received torch.int8"),
+        ({"dtype": "float16"}, "dtype: expected a float torch.dtype or None, received 'float16'"),
+        ({"device": "gpu"}, "device: expected a device of this machine, received 'gpu'"),
+        ({"device": "cuda:99"}, "device: expected a device of this machine, received 'cuda:99'"),
+        ({"device": 1.5}, "device: expected a device of this machine, received 1.5"),
+        ({"layers": 3}, r"layers: expected indices in 0\.\.4, received 3"),
+        ({"layers": "01"}, r"layers: expected indices in 0\.\.4, received '01'"),
+        ({"layers": [0.0, 1.0]}, r"layers: expected indices in 0\.\.4, received \[0.0, 1.0\]"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_read(k3: Path, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_official(k3, **options)
+    assert load_official(k3, layers=torch.arange(2)).config.num_hidden_layers == 2  # type: ignore[arg-type]
 
 
 def test_config_faults_name_the_file(copy_of_k3: Path) -> None:

@@ -121,6 +121,9 @@ def test_faults_of_the_multimodal_file() -> None:
         "quantization_config.format: expected 'mxfp4-pack-quantized', found 'nvfp4'",
     ):  # fmt: skip
         assert part in str(error.value)
+    for value in (None, [], "x"):
+        with pytest.raises(ValueError, match="vision_config: expected a JSON object beside text_config, found"):
+            from_published({**good, "vision_config": value})
     with pytest.raises(ValueError, match="not a Kimi Linear or Kimi K3 model"):
         from_published({"model_type": "llama"})
 
