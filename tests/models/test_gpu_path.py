@@ -79,3 +79,23 @@ def test_evaluation(name: str, launched: Counter[str]) -> None:
         model(ids)
     layers = CONFIGS[name].num_hidden_layers
     assert launched["glu_kernel"] == 4 * layers and launched["norm_kernel"] > 8 * layers and launched["conv_kernel"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_decoding_kimi_k3(packed: bool, launched: Counter[str]) -> None:
+    """A step of experts and latent attention is a fixed number of launches, whatever the tokens choose."""
+    config = SMALL.replace(
+        attn_res_block_size=2, q_lora_rank=24, num_experts=4, num_experts_per_token=2, num_shared_experts=1,
+        moe_intermediate_size=32, routed_expert_hidden_size=32, latent_moe_use_norm=True, first_k_dense_replace=1,
+        hidden_act="situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0, packed_experts=packed,
+    )  # fmt: skip
+    model, ids, _ = build(config)
+    model.eval()
+    state = model(ids[:, :64], return_state=True).state
+    for _ in range(2):
+        launched.clear()
+        state = model(ids[:, :1], state=state, return_state=True).state
+        for kernel in ("logits", "choose", "order", "gate_up", "down", "combine"):
+            assert launched[f"{kernel}_kernel"] == 3, kernel
+        assert launched["block_kernel"] == 3 and launched["part_kernel"] == launched["sum_kernel"] == 1
