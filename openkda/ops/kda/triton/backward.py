@@ -1,6 +1,6 @@
-"""Host side of the backward: four kernels, workspace freed as soon as the next stage has read it.
+"""Host side of the backward: five kernels, workspace freed as soon as the next stage has read it.
 
-    prepare -> walks -> products -> gradients
+    prepare -> walks -> products -> gradients -> sums
 
 The walks go in the forward's chunks of 16 tokens; states and their gradients are kept every 64, the chunk of the last two
 kernels (at 64 the first kernel took 20 s to compile and spilled; states every 16 tokens would be 8 n).
@@ -18,6 +18,7 @@ from openkda.ops.kda.triton.gradients import gradients_kernel
 from openkda.ops.kda.triton.launch import CHUNK, EPS, Args, carve, state_strides
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
+from openkda.ops.kda.triton.sums import sums_kernel
 from openkda.ops.kda.triton.walks import walks_kernel
 from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
@@ -47,11 +48,17 @@ def backward(
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
     blocks, factor, f32 = HV * tiles, (op, HV * tiles * CHUNK * BK), torch.float32
-    _, (kd, qd, ke, decay) = carve(factor, factor, factor, (f32, blocks * BK), device=o.device)
+    _, (kd, qd, ke, decay, token) = carve(
+        factor,
+        factor,
+        factor,
+        (f32, blocks * BK),
+        (f32, blocks * 3 * CHUNK if a.l2norm or scaled else 1),
+        device=o.device,
+    )
     walked, (w, y, tm, unit) = carve(
         factor, factor, (f32, blocks * 2 * CHUNK * CHUNK), (f32, blocks * 2 * CHUNK), device=o.device
     )
-    token = new(HV, tiles, 3, CHUNK) if a.l2norm or scaled else decay
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
     launch(
         prepare_kernel, tiles * HV,
@@ -63,12 +70,11 @@ def backward(
 
     BU, warps, stages = _walk_settings(BK, exact)
     NU = ceil_div(V, BU)
-    states, (s, ds, s_unit, ds_unit) = carve(
-        (op, HV * slots * V * BK), (op, HV * slots * V * BK), (f32, HV * slots * NU), (f32, HV * slots * NU),
-        device=o.device,
-    )  # fmt: skip
-    u, dd = new(B, T, HV, V, dtype=op), new(B, T, HV, V, dtype=op)
-    u_unit, dd_unit = new(2, blocks * NU).unbind()
+    dd = new(B, T, HV, V, dtype=op)
+    state, units = (op, HV * slots * V * BK), (f32, HV * slots * NU)
+    states, (s, ds, u, s_unit, ds_unit, u_unit, dd_unit) = carve(
+        state, state, (op, dd.numel()), units, units, (f32, blocks * NU), (f32, blocks * NU), device=o.device
+    )
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     reverses = NU * HV * sequences
@@ -83,10 +89,12 @@ def backward(
     )  # fmt: skip
     del walked, w, y, tm, unit
 
-    d, wide, both = new(HV, slots, 2, C, C, dtype=op), new(HV, slots, 3, C, BK, dtype=op), new(HV, slots, BK)
     BS, BV, warps, stages = _products_settings(BK, exact)
-    product_unit = new(HV, slots, BK // BS, 4)
-    dbeta, rows = new(B, T, HV), new(2, B, T, HV)
+    _, (d, wide, both, product_unit, rows) = carve(
+        (op, HV * slots * 2 * C * C), (op, HV * slots * 3 * C * BK), (f32, HV * slots * BK), (f32, HV * slots * (BK // BS) * 4),
+        (f32, 2 * B * T * HV if a.l2norm else 1), device=o.device,
+    )  # fmt: skip
+    dbeta = new(B, T, HV, dtype=a.beta.dtype)
     dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
     launch(
         products_kernel, (BK // BS + 1) * slots * HV,
@@ -95,7 +103,9 @@ def backward(
         (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, tiles, a.scale),
         (HV, BK, BS, V, BV, BU, packed, a.l2norm, scaled, a.sigmoid, do is not None, _TL[op], prec, stages), warps, o.device,
     )  # fmt: skip
-    del states, s, ds, u
+    del states, s, ds, u, s_unit, ds_unit, u_unit, dd_unit
+    if not exact:
+        del dd
 
     dq, dk = (new(B, T, HV, K, dtype=a.q.dtype if HV == H else torch.float32) for _ in "qk")
     dz = new(B, T, HV, K, dtype=a.g.dtype)
@@ -113,14 +123,16 @@ def backward(
             qkg, (B, T, N, slots, tiles, a.bound),
             (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, scaled, _TL[op], prec), 1, o.device,
         )  # fmt: skip
+    bias, rate = new(HV * K) if has_dt else None, new(HV) if has_A else None
+    if has_A or has_dt:
+        launch(
+            sums_kernel, HV, (d_bias, d_A, bias, rate), (), (slots,), (HV, K, padded(K), 32, has_A, has_dt), 4, o.device
+        )
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))
     if ds0 is not None and a.v_first:
         ds0 = ds0.transpose(-1, -2)
-    return (
-        dq, dk, dv.to(a.v.dtype), dz, dbeta.to(a.beta.dtype), None if d_A is None else d_A.sum((0, 2)),
-        None if d_bias is None else d_bias.sum(0).reshape(-1), ds0,
-    )  # fmt: skip
+    return dq, dk, dv.to(a.v.dtype), dz, dbeta, rate, bias, ds0
 
 
 def _on_hopper(a: Args) -> bool:

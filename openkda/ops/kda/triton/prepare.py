@@ -155,12 +155,15 @@ def _invert(A, C: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def _through_T(X, x_p, out_p, block, C: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, OP: tl.constexpr):
-    """X [C, C] times a chunk's kd or ke. T in full: for keys of nearly one direction its rows take differences of theirs."""
+    """X [C, C] times a chunk's kd or ke. X in full: for keys of nearly one direction its rows take differences of theirs."""
     t = tl.arange(0, C)
+    high = X.to(OP)
+    low = (X - high.to(tl.float32)).to(OP)
     for c0 in tl.range(0, BK, BC, num_stages=1):
         at = block * (C * BK) + t[:, None] * BK + (c0 + tl.arange(0, BC))[None, :]
-        x = tl.load(x_p + at).to(tl.float32)
-        tl.store(out_p + at, tl.dot(X, x, input_precision="tf32x3").to(OP))
+        x = tl.load(x_p + at)
+        out = tl.dot(high, x, tl.dot(low, x)) if tl.float16 == OP else tl.dot(X, x, input_precision="tf32x3")
+        tl.store(out_p + at, out.to(OP))
 
 
 @triton.jit(do_not_specialize=["sbb", "sbt", "sbh", "T", "N", "slots"])
