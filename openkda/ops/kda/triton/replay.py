@@ -114,7 +114,6 @@ def replay(
         w = tl.load(w_p + p_wide)
         ke = tl.load(ke_p + p_wide)
         T1 = tl.load(p_square)
-        decay = tl.load(p_decay)
         w_unit = tl.load(p_unit)
         vt = tl.trans(tl.load(p_v, m_v, other=0.0)).to(tl.float32)
         if SCALED:
@@ -129,6 +128,7 @@ def replay(
         u_size = largest(U)
         keep(p_u, p_u_unit, U, u_size, m_v, True)
         up, down = joint(size, u_size, OP)
+        decay = tl.load(p_decay)  # here and not above: 32 registers
         S = tl.dot((U * up[:, None]).to(OP), ke, S * decay[None, :] * (rows * up)[:, None], input_precision=PREC)
         rows = down
         p_wide += C * BK

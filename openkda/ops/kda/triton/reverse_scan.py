@@ -66,7 +66,6 @@ def reverse(
         m_v = (t < length - chunk * C)[:, None] & (x < V)[None, :]
         y = tl.load(y_p + p_wide)
         kd = tl.load(kd_p + p_wide)
-        decay = tl.load(p_decay)
         y_unit = tl.load(p_unit)
         size = largest(dS)
         a, down = operand(dS, size, OP)
@@ -87,6 +86,7 @@ def reverse(
         if HAS_DO:
             d_size = tl.maximum(d_size, largest(dot))
         up, down = joint(size, d_size, OP)
+        decay = tl.load(p_decay)  # here and not above: 32 registers
         dS *= decay[None, :] * (rows * up)[:, None]
         dS = tl.dot((dD * -up[:, None]).to(OP), kd, dS, input_precision=PREC)
         if HAS_DO:

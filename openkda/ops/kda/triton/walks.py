@@ -12,7 +12,7 @@ from openkda.ops.kda.triton.replay import replay
 from openkda.ops.kda.triton.reverse_scan import reverse
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "saves"])
+@triton.jit(do_not_specialize=["T", "N", "slots", "saves", "reverses"])
 def walks_kernel(
     v_p, do_p, u_p, dd_p, cu_p, chain_p, s0_p, s_p, ds1_p, ds0_p, ds_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
     kd_p, qd_p, ke_p, w_p, y_p, tm_p, decay_p, unit_p, token_p,
