@@ -39,8 +39,8 @@ class FixedStep:
         before = tuple(replace(s, tail=[s.length]) if isinstance(s, MLAState) else s for s in self.state)
         out = self.model(self.token, state=before, return_state=True)
         for mine, new in zip(self.state, out.state or (), strict=True):
-            for kept, value in zip(_moving(mine), _moving(new), strict=True):
-                kept.copy_(value)
+            if isinstance(mine, MLAState) and isinstance(new, MLAState):  # everything else was written in place
+                mine.length.copy_(new.length)
         self.logits = out.logits
 
     def ordinary_state(self) -> ModelState:
@@ -50,7 +50,8 @@ class FixedStep:
 
 def _with_room(layer: LayerState, room: int) -> LayerState:
     if isinstance(layer, KDAState):
-        return KDAState(*(t.clone() for t in _moving(layer)))
+        rows = torch.arange(layer.num_sequences, dtype=torch.int32, device=layer.recurrent.device)
+        return replace(_copy(layer), slots=rows)
     longest = int(layer.length.max()) if layer.longest is None else layer.longest
     latent = layer.latent.new_zeros(layer.latent.shape[0], longest + room, layer.latent.shape[2])
     latent[:, :longest] = layer.latent[:, :longest]
@@ -60,16 +61,13 @@ def _with_room(layer: LayerState, room: int) -> LayerState:
 
 def _without_room(layer: LayerState, left: int) -> LayerState:
     if isinstance(layer, KDAState):
-        return KDAState(*(t.clone() for t in _moving(layer)))
+        return _copy(layer)
     longest = layer.latent.shape[1] - left
     return MLAState(layer.latent[:, :longest].clone(), layer.length.clone(), longest)
 
 
-def _moving(layer: LayerState) -> tuple[Tensor, ...]:
-    """What a step returns in new tensors; latents are written in place."""
-    if isinstance(layer, MLAState):
-        return (layer.length,)
-    return layer.recurrent, layer.conv_q, layer.conv_k, layer.conv_v
+def _copy(layer: KDAState) -> KDAState:
+    return KDAState(*(t.clone() for t in layer.tensors()))
 
 
 def captured(step: FixedStep, state: ModelState) -> Callable[[], None]:

@@ -8,7 +8,7 @@ token, so what may be needed again is put aside at the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openkda.layers.state import KDAState, LayerState, MLAState, ModelState
 
-_KDA_TENSORS = tuple(f.name for f in fields(KDAState))
+_KDA_TENSORS = ("recurrent", "conv_q", "conv_k", "conv_v")
 
 
 def state_bytes(state: ModelState) -> int:

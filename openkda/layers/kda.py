@@ -97,6 +97,10 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
         if state is not None and cu_seqlens is None and x.shape[1] == 1 and self._inference():
             y, new = self._step(x, state)
             return y, new if return_state else None
+        if state is not None and state.slots is not None:
+            raise ValueError(
+                f"state.slots: expected None but for single tokens without gradients, received T = {x.shape[1]}"
+            )
         (q, k, v), tails = short_convs(  # one launch for all three
             (self.q_proj(x), self.k_proj(x), self.v_proj(x)),
             [conv.weight[:, 0] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)],
@@ -126,7 +130,7 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
 
     def _step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
         """One token for every sequence: x [N, 1, hidden_size]."""
-        if self.impl is None and (x.is_cuda or not is_watched()):
+        if state.slots is not None or (self.impl is None and (x.is_cuda or not is_watched())):
             return self._fused_step(x, state)
         x = x[:, 0]
         # One convolution of all channels: three would cost three times the calls (0.3 ms a layer on a CPU).
@@ -175,10 +179,12 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
             weights=weights,
             state=BlockState(state.recurrent, state.conv_q, state.conv_k, state.conv_v),
             gate=self.gate(),
+            slots=state.slots,
         )
         assert new is not None  # for the type checker: only keep="all" returns none
         out = self.o_proj(y.flatten(-2) if x.is_cuda else y.flatten(1))
-        return out if x.is_cuda else out.unsqueeze(1), KDAState(*new.tensors())
+        after = KDAState(*new.tensors()) if state.slots is None else state
+        return out if x.is_cuda else out.unsqueeze(1), after
 
     def _output_gate(self, x: Tensor) -> Tensor:
         return self._split(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)), self.v_dim)

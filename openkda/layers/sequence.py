@@ -31,7 +31,8 @@ class SequenceLayer(nn.Module):
         The result is the same whether a sequence comes at once, in pieces of any sizes, or token by token.
 
         Args:
-            state: what the sequences' earlier tokens left behind; None begins anew. It stays what it was.
+            state: what the sequences' earlier tokens left behind; None begins anew. It stays what it was,
+                unless it is a pool (`KDAState.slots`).
             cu_seqlens: [N + 1] int32 or int64, sequences packed along T (then B = 1); empty ones are fine.
             attention_mask: [B, T] bool, True = real token, padding on the left only. Padded tokens are not computed: their
                 y is 0 and they reach neither state nor neighbours.

@@ -17,20 +17,26 @@ class KDAState:
     recurrent: [N, HV, K, V] float32.
     conv_q, conv_k: [N, H * K, W - 1]; conv_v: [N, HV * V, W - 1]: the last W - 1 inputs of each short
     convolution, newest last, in the activations' dtype.
+    slots: None, or [N] int: the four tensors are pools, sequence n lives in row slots[n], and a step of one token writes it
+    IN PLACE and returns this state. Such a state takes single tokens only.
     """
 
     recurrent: Tensor
     conv_q: Tensor
     conv_k: Tensor
     conv_v: Tensor
+    slots: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
-        return self.recurrent.shape[0]
+        return self.recurrent.shape[0] if self.slots is None else self.slots.shape[0]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.recurrent, self.conv_q, self.conv_k, self.conv_v))
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.recurrent, self.conv_q, self.conv_k, self.conv_v
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from openkda.layers.kda import KimiDeltaAttention
 from openkda.layers.parameters import init_weights
+from openkda.layers.state import KDAState
 from openkda.models.presets import PRESETS
 from openkda.testing.compare import rel
 
@@ -224,3 +225,25 @@ def test_memory_of_a_state() -> None:
         assert state.recurrent.shape == (3, 6, 16, 24)
         assert state.conv_q.shape == (3, 32, 3) and state.conv_v.shape == (3, 144, 3)
         assert state.nbytes == 3 * (6 * 16 * 24 * 4 + (32 + 32 + 144) * 3 * 2)
+
+
+def test_a_state_with_slots_is_a_pool() -> None:
+    """Single tokens are written in place, into the slots named and no other; several tokens at once are refused."""
+    layer = KimiDeltaAttention(PRESETS["tiny"], 0).double().eval()
+    x = torch.randn(2, 5, PRESETS["tiny"].hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y, want = layer(x[:, :3], return_state=True)
+        pool = KDAState(*(torch.full((4, *t.shape[1:]), 7.0, dtype=t.dtype) for t in want.tensors()))
+        pool.slots = torch.tensor([3, 1])
+        for place, value in zip(pool.tensors(), want.tensors(), strict=True):
+            place[pool.slots] = value
+        for t in (3, 4):
+            y, want = layer(x[:, t : t + 1], state=want, return_state=True)
+            got, after = layer(x[:, t : t + 1], state=pool, return_state=True)
+            assert after is pool and rel(got, y) < 1e-12
+        for place, value in zip(pool.tensors(), want.tensors(), strict=True):
+            assert rel(place[pool.slots], value) < 1e-12 and bool((place[[0, 2]] == 7.0).all())
+        with pytest.raises(ValueError, match=r"state\.slots: .* single tokens .* received T = 2"):
+            layer(x[:, :2], state=pool)
+    with pytest.raises(ValueError, match="without gradients"):
+        layer(x[:, :1], state=pool)
