@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "kda"))
 from interpreter import INTERPRETED, patch_interpreter, run_interpreted
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SIZES = [(1, 1, 40, 16, 8), (3, 5, 70, 24, 16), (2, 20, 100, 32, 0)]  # rows, heads, room, rank, shared
 LARGE = [(1, 16, 8704, 512, 64), (32, 16, 1536, 512, 64), (2, 96, 3000, 512, 64), (300, 16, 40, 256, 64)]
 
