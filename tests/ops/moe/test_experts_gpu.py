@@ -22,7 +22,11 @@ from interpreter import INTERPRETED, patch_interpreter, run_interpreted
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = [(1, 4, 2, 64, 32), (5, 3, 1, 32, 96), (20, 4, 3, 96, 64), (3, 20, 8, 64, 64), (40, 3, 2, 160, 32)]
 LARGE = [(1, 32, 4, 1024, 1024), (32, 32, 4, 1024, 1024), (1500, 8, 4, 512, 416), (4, 896, 16, 256, 128)]
-LIMITS = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}  # sums of 1,024 terms; three roundings of 2^-9
+LIMITS = {
+    torch.float32: 5e-6,
+    torch.float16: 1.5e-3,
+    torch.bfloat16: 1e-2,
+}  # sums of 1,024 terms; three roundings of 2^-9
 
 
 def make(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
