@@ -18,6 +18,7 @@ CASES = {
     "bounded": ({}, dict(zip(STAGES, (0, 0, 40, 40, 0), strict=True)), ANY),
     "wide": ({"size": 256}, {"walks_kernel": 400, "products_kernel": 72}, ANY),
     "float32": ({"dtype": torch.float32}, {"walks_kernel": 0, "products_kernel": 0, "gradients_kernel": 48}, ANY),
+    "float32, wide": ({"dtype": torch.float32, "size": 256}, {"walks_kernel": 224, "products_kernel": 0}, ANY),
     "only the final state": ({"output": False}, {"walks_kernel": 0, "products_kernel": 40}, ANY),
 }  # fmt: skip
 

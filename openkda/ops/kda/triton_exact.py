@@ -13,7 +13,7 @@ from openkda.ops.kda.call import KDACall, KDAOutput
 
 
 def refusals(call: KDACall) -> list[str]:
-    return fast.refusals(call, exact=True)
+    return fast.refusals(call)
 
 
 def run(call: KDACall) -> KDAOutput:

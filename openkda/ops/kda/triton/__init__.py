@@ -19,18 +19,14 @@ from openkda.ops.kda.gate import BoundedGate
 __all__ = ["refusals", "run", "step"]
 
 MAX_SIZE = 256
-MAX_EXACT_GRADIENT = 128
-"""Largest K whose gradients are taken with float32 operands: at 256 the products kernel spilled 874 times."""
 
 
-def refusals(call: KDACall, exact: bool = False) -> list[str]:
-    """Why these kernels cannot run the call (exact: with float32 operands); empty when they can."""
+def refusals(call: KDACall) -> list[str]:
+    """Why these kernels cannot run the call; empty when they can."""
     K = call.q.shape[-1]
     reasons = triton_refusals(call.q)
     if max(K, call.v.shape[-1]) > MAX_SIZE:
         reasons.append(f"head sizes up to {MAX_SIZE}, received K={K} V={call.v.shape[-1]}")
-    if call.needs_grad and K > MAX_EXACT_GRADIENT and (exact or call.q.dtype == torch.float32):
-        reasons.append(f"gradients with float32 operands up to K={MAX_EXACT_GRADIENT}, received K={K}")
     return reasons
 
 
