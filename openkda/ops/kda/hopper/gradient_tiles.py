@@ -163,12 +163,14 @@ def _write(p, s, stride, left, first, CHANNELS: gl.constexpr):
 
 
 @gluon.jit
-def _gate(z, rate, bound, GATE: gl.constexpr):
-    """Log2 decay of a raw gate input (bias added); and for `_gate_gradient` the sigmoid of a bounded gate, else the decay."""
+def _gate(z, dt, rate, bound, GATE: gl.constexpr):
+    """Log2 decay of a raw gate input and its bias; and for `_gate_gradient` the sigmoid of a bounded gate, else the decay."""
     if GATE == BOUNDED:
-        s = _rcp(_ex2(z * (-rate * LOG2E)) + 1.0)
+        c = -rate * LOG2E
+        s = _rcp(_ex2(z * c + dt * c) + 1.0)
         return s * (bound * LOG2E), s
     elif GATE == SOFTPLUS:
+        z += dt
         # log1p(e) by Kahan's quotient: w - 1 is what the rounding of 1 + e kept. A plain log loses the slow decays.
         e = _ex2(gl.maximum(z, -z) * -LOG2E)
         w = e + 1.0
@@ -176,20 +178,21 @@ def _gate(z, rate, bound, GATE: gl.constexpr):
         g = gl.maximum((gl.maximum(z, 0.0) + log1p) * -(rate * LOG2E), FORGOTTEN)
         return g, g
     else:
-        g = gl.maximum(z * LOG2E, FORGOTTEN)
+        g = gl.maximum((z + dt) * LOG2E, FORGOTTEN)
         return g, g
 
 
 @gluon.jit
-def _gate_gradient(dg, z, s, rate, bound, unit, GATE: gl.constexpr):
-    """(gradient of the raw gate input, of A_log per element) from that of the natural log decay."""
+def _gate_gradient(dg, z, dt, s, rate, bound, unit, GATE: gl.constexpr):
+    """(gradient of the raw gate input, of A_log per element) from that of the natural log decay. Of a bounded gate the second
+    lacks dt times the first."""
     if GATE == BOUNDED:
-        dz = dg * (s * (1.0 - s)) * (bound * rate * unit)
+        dz = dg * (s - s * s) * (bound * rate * unit)
         return dz, dz * z
     else:
         dg = gl.where(s <= FORGOTTEN, 0.0, dg * unit)
         if GATE == SOFTPLUS:
-            return dg * (-rate * _rcp(_ex2(z * -LOG2E) + 1.0)), dg * (s * LN2)
+            return dg * (-rate * _rcp(_ex2((z + dt) * -LOG2E) + 1.0)), dg * (s * LN2)
         else:
             return dg, dg
 

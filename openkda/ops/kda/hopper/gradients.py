@@ -152,11 +152,11 @@ def gradients_kernel(
     rate = 1.0
     if HAS_A:
         rate = gl.exp2(gl.minimum(gl.load(A_log_p + h).to(gl.float32) * LOG2E, 115.0))
-    dt = gl.zeros([64], gl.float32, CHAN)
+    dt_bias = gl.zeros([64], gl.float32, CHAN)
     if HAS_DT:
-        dt = gl.load(dt_bias_p + h * K + chan, m_c, other=0.0)
+        dt_bias = gl.load(dt_bias_p + h * K + chan, m_c, other=0.0)
     both = gl.load(both_p + block * BK + chan, chan < BK, other=0.0)
-    dt = dt[:, None]
+    dt = dt_bias[:, None]
     tok = gl.arange(0, 16, layout=TOK)[None, :]
     j16 = gl.arange(0, 16, layout=gl.SliceLayout(1, B16))[:, None]
     i16 = gl.arange(0, 16, layout=gl.SliceLayout(0, B16))[None, :]
@@ -176,7 +176,7 @@ def gradients_kernel(
     after = none
     for turn in range(4):
         t = 3 - turn
-        g, s = _gate(_tile(z_s, t) + dt, rate, bound, GATE)
+        g, s = _gate(_tile(z_s, t), dt, rate, bound, GATE)
         g = gl.where(tok + 16 * t < left, g, 0.0).to(gl.float16)
         k = _tile(k_s, t) * _row(rk_s, t)
         # A sum of log decays falls from token to token: that of the whole tile is the smallest.
@@ -205,8 +205,8 @@ def gradients_kernel(
     dA = ddt
     for turn in range(4):
         t = 3 - turn
-        z = _tile(z_s, t) + dt
-        g, s = _gate(z, rate, bound, GATE)
+        z = _tile(z_s, t)
+        g, s = _gate(z, dt, rate, bound, GATE)
         g = gl.where(tok + 16 * t < left, g, 0.0).to(gl.float16)
         k = _tile(k_s, t) * _row(rk_s, t)
         q = _tile(q_s, t) * _row(rq_s, t)
@@ -265,19 +265,23 @@ def gradients_kernel(
         dg = mma_v2(_a32(coarse), since, carry[:, None] + zero, input_precision="tf32")
         dg = mma_v2(_a32(dP - coarse), since, dg, input_precision="tf32")
         carry += gl.sum(dP, axis=1)
-        dz, da = _gate_gradient(dg, z, s, rate, bound, ud, GATE)
-        dz = gl.where(tok + 16 * t < left, dz, 0.0)
+        dg = gl.where(tok + 16 * t < left, dg, 0.0)
+        dz, da = _gate_gradient(dg, z, dt, s, rate, bound, ud, GATE)
         _keep(z_s, t, dz)
-        if HAS_DT:
+        if HAS_DT or HAS_A:
             ddt += _folded(dz)
         if HAS_A:
-            dA += _folded(gl.where(tok + 16 * t < left, da, 0.0))
+            dA += _folded(da)
     gl.thread_barrier()
     out = ((batch * T + row) * HV + h) * K + c0
     _write(dq_p + out, q_s, HV * K, left, c0, K)
     _write(dk_p + out, k_s, HV * K, left, c0, K)
     _write(dz_p + out, z_s, HV * K, left, c0, K)
+    ddt = _across(ddt)
+    dA = _across(dA)
+    if GATE == BOUNDED:
+        dA += dt_bias * ddt
     if HAS_DT:
-        gl.store(ddt_p + p_sum + chan, _across(ddt), m_c)
+        gl.store(ddt_p + p_sum + chan, ddt, m_c)
     if HAS_A:
-        gl.store(dA_log_p + p_sum + chan, _across(dA), m_c)
+        gl.store(dA_log_p + p_sum + chan, dA, m_c)
