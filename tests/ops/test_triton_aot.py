@@ -214,7 +214,10 @@ def attn_res_launches() -> list[Launch]:
         v, w, f32 = empty(1, 8192, 7168), empty(7168, dtype=torch.float32), torch.float32
         for n in (1, 2, 5):
             launch.mix([v] * n, w, 1e-5)
+            numbers = empty(n, 1, 8192, dtype=f32)
+            launch.mix_gradient(v, [v] * n, w, numbers, numbers)
         v = empty(1, 4, 7168)
+        launch.bank([v] * 5, empty(24, 7168, dtype=f32), 1e-5)
         launch.merge(empty(1, 4, dtype=f32), empty(1, 4, dtype=f32), empty(1, 4, 7168, dtype=f32), v, w, 1e-5)
     return launches
 
@@ -224,7 +227,10 @@ def nine_sources() -> list[Launch]:
     from openkda.ops.attn_res.triton import launch
 
     with recorded() as launches:
-        launch.mix([empty(1, 8192, 7168)] * 9, empty(7168, dtype=torch.float32), 1e-5)
+        v, w, numbers = empty(1, 8192, 7168), empty(7168, dtype=torch.float32), empty(9, 1, 8192, dtype=torch.float32)
+        launch.mix([v] * 9, w, 1e-5)
+        launch.mix_gradient(v, [v] * 9, w, numbers, numbers)
+        launch.bank([v] * 8, empty(24, 7168, dtype=torch.float32), 1e-5)
     return launches
 
 
@@ -325,7 +331,7 @@ def test_hopper_compiles_without_spills(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("name", ["bounded", "block"])
+@pytest.mark.parametrize("name", ["bounded", "softplus", "recurrent", "block", "conv", "norm"])
 def test_other_cards_compile(name: str, capability: int) -> None:
     """Their registers are not tuned for: up to 16 spilled words are accepted (Ampere keeps its operands in registers)."""
     for launch in CASES[name]():

@@ -47,7 +47,8 @@ def attn_res_mix(
     Differentiable once, in sources and query; saves the sources themselves and three numbers a source and token, never a stack.
     """
     _check(sources, query, eps)
-    return reference.Mix.apply(query, eps, _module(sources).mix, *sources)
+    module = _module(sources)
+    return reference.Mix.apply(query, eps, module.mix, module.mix_gradient, *sources)
 
 
 def attn_res_bank(sources: Sequence[Float[Tensor, "... D"]], queries: Float[Tensor, "S D"], eps: float) -> BankPartials:
@@ -59,7 +60,10 @@ def attn_res_bank(sources: Sequence[Float[Tensor, "... D"]], queries: Float[Tens
     if queries.dim() != 2:
         _bad("queries.shape", "[S, D]", list(queries.shape))
     _check(sources, queries[0] if queries.shape[0] else queries.new_zeros(queries.shape[1]), eps)
-    return reference.bank(sources, queries, eps)
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (*sources, queries))
+    if recording or _module(sources) is reference:  # the kernel has no derivative
+        return reference.bank(sources, queries, eps)
+    return BankPartials(*triton.bank(sources, queries, eps))
 
 
 def attn_res_merge(

@@ -32,6 +32,7 @@ def _inverse_rms(v: Tensor, eps: float) -> Tensor:
 
 
 Forward = Callable[[Sequence[Tensor], Tensor, float], tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor, Tensor], tuple[Tensor, list[Tensor]]]
 
 
 def mix(sources: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,6 +46,26 @@ def mix(sources: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, T
     return out.to(sources[0].dtype), r, c
 
 
+def mix_gradient(
+    grad: Tensor, sources: Sequence[Tensor], query: Tensor, r: Tensor, c: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the query and of every source; see `Mix`."""
+    a = torch.softmax(r * c, 0)
+    g = _wide(grad)
+    w = query.to(r.dtype)
+    da = torch.stack([(g * _wide(v)).sum(-1) for v in sources])
+    ds = a * (da - (a * da).sum(0))
+    along_w, along_v = ds * r, -ds * c * r**3 / w.numel()
+    dw = torch.zeros_like(w)
+    dsources = []
+    for i, v in enumerate(sources):
+        wide = _wide(v)
+        dw += along_w[i].flatten() @ wide.flatten(0, -2)
+        dv = a[i].unsqueeze(-1) * g + along_w[i].unsqueeze(-1) * w + along_v[i].unsqueeze(-1) * wide
+        dsources.append(dv.to(v.dtype))
+    return dw, dsources
+
+
 class Mix(torch.autograd.Function):
     """h = sum_i a_i v_i, with r_i the inverse RMS, c_i = w . v_i, s_i = r_i c_i and a = softmax(s).
 
@@ -53,29 +74,18 @@ class Mix(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, eps: float, mix: Forward, *sources: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, eps: float, mix: Forward, gradient: Backward, *sources: Tensor) -> Tensor:
         out, r, c = mix(sources, query, eps)
         ctx.save_for_backward(query, r, c, *sources)
+        ctx.gradient = gradient
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         query, r, c, *sources = ctx.saved_tensors
-        a = torch.softmax(r * c, 0)
-        g = _wide(grads[0])
-        w = query.to(r.dtype)
-        da = torch.stack([(g * _wide(v)).sum(-1) for v in sources])
-        ds = a * (da - (a * da).sum(0))
-        along_w, along_v = ds * r, -ds * c * r**3 / w.numel()
-        dw = torch.zeros_like(w)
-        dsources = []
-        for i, v in enumerate(sources):
-            wide = _wide(v)
-            dw += along_w[i].flatten() @ wide.flatten(0, -2)
-            dv = a[i].unsqueeze(-1) * g + along_w[i].unsqueeze(-1) * w + along_v[i].unsqueeze(-1) * wide
-            dsources.append(dv.to(v.dtype))
-        return dw.to(query.dtype), None, None, *dsources
+        dw, dsources = ctx.gradient(grads[0], sources, query, r, c)
+        return dw.to(query.dtype), None, None, None, *dsources
 
 
 def bank(sources: Sequence[Tensor], queries: Tensor, eps: float) -> BankPartials:

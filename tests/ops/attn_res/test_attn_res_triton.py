@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,10 @@ from openkda.ops.attn_res import reference
 from openkda.ops.attn_res.api import attn_res_bank, attn_res_merge, attn_res_mix
 from openkda.testing.compare import check_close, rel_grad
 
+sys.path.append(str(Path(__file__).parents[1] / "kda"))
+from interpreter import INTERPRETED, patch_interpreter, run_interpreted
+
 EPS = 1e-5
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # must be chosen before triton is first imported
 GPU = torch.cuda.is_available()
 
 
@@ -35,12 +36,23 @@ def check_kernels(n: int, D: int, dtype: torch.dtype, device: str) -> None:
     for name, a, b in zip("hrc", launch.mix(sources, query, EPS), want, strict=True):
         check_close(name, a.double(), b, limit if name == "h" else 2e-5)
     if n > 1:
-        p = attn_res_bank(sources[:-1], query[None], EPS)
-        h = launch.merge(p.m[0], p.l[0], p.o[0], sources[-1], query, EPS)
+        queries = torch.stack([query, -2 * query])
+        parts = launch.bank(sources[:-1], queries, EPS)
+        p = reference.bank(exact[:-1], queries.double(), EPS)
+        for name, a, b in zip("mlo", parts, (p.m, p.l, p.o), strict=True):
+            check_close(name, a.double(), b, 2e-5)
+        h = launch.merge(*(t[0] for t in parts), sources[-1], query, EPS)
         check_close("merged", h.double(), want[0], limit)
+    up = torch.randn(exact[0].shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    dw, dsources = launch.mix_gradient(up, sources, query, *(t.float() for t in want[1:]))
+    wanted, exact_d = reference.mix_gradient(up.double(), exact, query.double(), *want[1:])
+    check_close("dw", dw.double(), wanted, 2e-5)
+    for i, (a, b) in enumerate(zip(dsources, exact_d, strict=True)):
+        check_close(f"d{i}", a.double(), b, limit)
 
 
 if INTERPRETED:
+    patch_interpreter()
 
     @pytest.mark.parametrize(("n", "D"), [(1, 16), (2, 100), (5, 256), (9, 33)])
     def test_interpreted(n: int, D: int) -> None:
@@ -57,11 +69,7 @@ if INTERPRETED:
 else:
 
     def test_in_the_interpreter() -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
-        )
-        assert done.returncode == 0, done.stdout[-3000:]
+        run_interpreted(__file__)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Triton kernels of the Attention Residuals mix: every source is read once."""
+"""Triton kernels of the Attention Residuals mix and its gradient: every source is read once, or once more from the cache."""
 
 from __future__ import annotations
 
@@ -39,3 +39,19 @@ def merge(m: Tensor, l: Tensor, o: Tensor, value: Tensor, query: Tensor, eps: fl
     from openkda.ops.attn_res.triton import launch
 
     return launch.merge(m, l, o, value, query, eps)
+
+
+def bank(sources: Sequence[Tensor], queries: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Phase 1 for queries [S, D]: m, l and o of `BankPartials`."""
+    from openkda.ops.attn_res.triton import launch
+
+    return launch.bank(sources, queries, eps)
+
+
+def mix_gradient(
+    grad: Tensor, sources: Sequence[Tensor], query: Tensor, r: Tensor, c: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """From the gradient of h, and r and c of `mix`: those of the query (float32) and of every source."""
+    from openkda.ops.attn_res.triton import launch
+
+    return launch.mix_gradient(grad, sources, query, r, c)

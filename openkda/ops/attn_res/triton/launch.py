@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from openkda.ops.attn_res.triton import MAX_SOURCES
-from openkda.ops.attn_res.triton.rows import merge_kernel, mix_kernel
-from openkda.ops.triton.api import launch, padded
+from openkda.ops.attn_res.triton.rows import bank_kernel, merge_kernel, mix_gradient_kernel, mix_kernel
+from openkda.ops.triton.api import ceil_div, launch, padded
 
 
 def mix(sources: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,6 +31,40 @@ def merge(m: Tensor, l: Tensor, o: Tensor, value: Tensor, query: Tensor, eps: fl
         tensors = (*(t.contiguous() for t in (m, l, o, value)), query.float().contiguous(), out)
         launch(merge_kernel, rows, tensors, (D,), (eps,), (padded(D),), _warps(D), value.device)
     return out
+
+
+def bank(sources: Sequence[Tensor], queries: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    first, n, S = sources[0], len(sources), queries.shape[0]
+    D, rows = first.shape[-1], first.shape[:-1].numel()
+    m, l, o = (
+        torch.empty(S, *first.shape[:-1], *last, dtype=torch.float32, device=first.device) for last in ((), (), (D,))
+    )
+    if rows * S:
+        flat = [v.contiguous() for v in sources]
+        tensors = (*flat, *flat[:1] * (MAX_SOURCES - n), queries.float().contiguous(), m, l, o)
+        launch(bank_kernel, S * rows, tensors, (D,), (rows, eps), (n, padded(D)), _warps(D), first.device)
+    return m, l, o
+
+
+PROGRAMS = 1056
+"""Of the gradient: eight for each multiprocessor of a Hopper card. Each has a part of the query's gradient."""
+
+
+def mix_gradient(
+    grad: Tensor, sources: Sequence[Tensor], query: Tensor, r: Tensor, c: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the query, float32, and of the sources."""
+    first, n = sources[0], len(sources)
+    D, rows = first.shape[-1], first.shape[:-1].numel()
+    each = max(1, ceil_div(rows, PROGRAMS))
+    programs = ceil_div(rows, each)
+    dv = torch.empty((n, *first.shape), dtype=first.dtype, device=first.device)
+    dw = torch.empty(programs, D, dtype=torch.float32, device=first.device)
+    if rows:
+        flat = [v.contiguous() for v in sources]
+        tensors = (*flat, *flat[:1] * (MAX_SOURCES - n), grad.contiguous(), query.float().contiguous(), r, c, dv, dw)
+        launch(mix_gradient_kernel, programs, tensors, (D,), (rows, each), (n, padded(D)), _warps(D), first.device)
+    return dw.sum(0), list(dv.unbind(0))
 
 
 def _warps(D: int) -> int:
