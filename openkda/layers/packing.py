@@ -24,11 +24,7 @@ def padding_of(attention_mask: Tensor | None, shape: tuple[int, int], cu_seqlens
     """
     if attention_mask is None:
         return None
-    if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point():
-        got = attention_mask.dtype if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        _bad("attention_mask", "a bool tensor, True = real token", got, TypeError)
-    if tuple(attention_mask.shape) != shape:
-        _bad("attention_mask.shape", f"[B, T] = {list(shape)}", list(attention_mask.shape))
+    check_mask(attention_mask, shape)
     mask = attention_mask.bool()
     if bool(mask.all()):
         return None
@@ -40,6 +36,17 @@ def padding_of(attention_mask: Tensor | None, shape: tuple[int, int], cu_seqlens
             "attention_mask", "padding on the left only (False ... True ...)", f"row {row}: {mask[row].int().tolist()}"
         )
     return mask
+
+
+def check_mask(attention_mask: Tensor | None, shape: tuple[int, int]) -> None:
+    """TypeError or ValueError for anything but None or a mask [B, T]."""
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point():
+        got = attention_mask.dtype if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        _bad("attention_mask", "a bool tensor, True = real token", got, TypeError)
+    if tuple(attention_mask.shape) != shape:
+        _bad("attention_mask.shape", f"[B, T] = {list(shape)}", list(attention_mask.shape))
 
 
 def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

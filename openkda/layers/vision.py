@@ -32,8 +32,8 @@ MAX_SIDE = 512
 def check_grids(grids: Sequence[Grid], patches: int, config: VisionTowerConfig) -> None:
     """Raise ValueError, naming the item, where grids do not fit the tower or the number of patches."""
     for i, grid in enumerate(grids):
-        if len(grid) != 3 or min(grid) < 1:
-            raise ValueError(f"image {i}: expected a grid (t, h, w) of positive sizes, received {tuple(grid)}")
+        if len(grid) != 3 or not all(isinstance(n, int) and n > 0 for n in grid):
+            raise ValueError(f"image {i}: expected a grid (t, h, w) of positive whole sizes, received {tuple(grid)}")
         t, h, w = grid
         if t > config.pos_emb_time:
             raise ValueError(f"image {i}: expected at most {config.pos_emb_time} frames, received {t}")

@@ -26,6 +26,7 @@ from openkda.models.field_types import parse_json
 from openkda.models.hybrid import HybridLM
 from openkda.models.official import is_published, load_text_model, read_config
 from openkda.models.official_names import plain_names
+from openkda.models.whole_directory import flush
 
 log = logging.getLogger("openkda.models.checkpoint")
 
@@ -60,7 +61,7 @@ def save_checkpoint(model: HybridLM, directory: str | Path) -> None:
     except BaseException:
         shutil.rmtree(whole, ignore_errors=True)
         raise
-    _flush(directory.parent)
+    flush(directory.parent)
 
 
 def load_config(directory: str | Path) -> ModelConfig:
@@ -180,21 +181,12 @@ def _write_files(tensors: dict[str, Tensor], config: str, directory: Path) -> No
             partial[CONFIG].stat().st_mode & 0o777
         )  # safetensors makes files that only the owner reads
         for path in partial.values():
-            _flush(path)
+            flush(path)
         for name in (WEIGHTS, CONFIG):
             os.replace(partial[name], directory / name)
-        _flush(directory)
+        flush(directory)
     except SafetensorError as error:
         raise OSError(f"{directory / WEIGHTS}: could not be written ({error})") from None
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or a directory's entries, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

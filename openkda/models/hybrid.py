@@ -230,7 +230,7 @@ class HybridLM(nn.Module):
         if isinstance(input_ids, Tensor) and input_ids.is_floating_point() and input_ids.dim() == 3:
             self._check_embeddings(input_ids)
         else:
-            self._check_ids(input_ids)
+            self.check_ids(input_ids)
         if state is not None and len(state) != self.config.num_hidden_layers:
             raise ValueError(f"state: expected one of {self.config.num_hidden_layers} layers, received {len(state)}")
         return check_cu_seqlens(cu_seqlens, input_ids.shape[0], input_ids.shape[1])
@@ -239,7 +239,8 @@ class HybridLM(nn.Module):
         if x.shape[2] != self.config.hidden_size:
             raise ValueError(f"embeddings: expected [B, T, {self.config.hidden_size}], received {list(x.shape)}")
 
-    def _check_ids(self, input_ids: Tensor) -> None:
+    def check_ids(self, input_ids: Tensor) -> None:
+        """TypeError or ValueError for anything but token ids [B, T] of this model (values are read on a CPU only)."""
         if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
             got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise TypeError(f"input_ids: expected an int64 or int32 tensor, received {got}")

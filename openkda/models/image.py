@@ -100,11 +100,12 @@ def _pixels(image: Any, name: str) -> Tensor:
             transparent = "A" in mode.upper() or "transparency" in getattr(image, "info", {})
             image = image.convert("RGBA" if transparent and mode != "LAB" else "RGB")
         image = np.array(image)
-    pixels = torch.as_tensor(image) if isinstance(image, Tensor | np.ndarray) else None
-    if pixels is None:
+    if not isinstance(image, Tensor | np.ndarray):
         raise TypeError(f"{name}: expected a uint8 tensor or array or a Pillow image, received {type(image).__name__}")
-    if pixels.dtype != torch.uint8:
-        raise TypeError(f"{name}: expected uint8 pixels, received {pixels.dtype}")
+    if image.dtype != (torch.uint8 if isinstance(image, Tensor) else np.uint8):
+        raise TypeError(f"{name}: expected uint8 pixels, received {image.dtype}")
+    # A copy: an array may be read-only, or run backwards, which torch takes neither of.
+    pixels = torch.from_numpy(np.array(image, order="C")) if isinstance(image, np.ndarray) else image
     if pixels.dim() != 3 or pixels.shape[2] not in (3, 4) or 0 in pixels.shape:
         raise ValueError(f"{name}: expected pixels [height, width, 3 or 4], received {list(pixels.shape)}")
     return pixels.cpu()

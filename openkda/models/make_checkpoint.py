@@ -16,6 +16,9 @@ from openkda.models.official_names import official
 from openkda.models.presets import _every_fourth
 from openkda.models.vision_config import VisionConfig
 
+SPECIAL_IDS = 4
+"""The last ids of a miniature's vocabulary: begin, end, padding, image (the published ones lie near its end too)."""
+
 
 def miniature(
     like: str,
@@ -35,6 +38,17 @@ def miniature(
     Raises: ValueError for sizes that the features cannot have.
     """
     whole = official(like).model
+    sizes = {
+        "layers": layers, "hidden": hidden, "heads": heads, "head_dim": head_dim, "experts": experts,
+        "experts_per_token": experts_per_token, "vocab_size": vocab_size, "vision_layers": vision_layers,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: expected a positive integer, received {value!r}")
+    if vocab_size < SPECIAL_IDS:
+        raise ValueError(
+            f"vocab_size: expected at least {SPECIAL_IDS} (the last ids mean something), received {vocab_size}"
+        )
     if hidden % 64 or hidden < 64:
         raise ValueError(
             f"hidden: expected a multiple of 64 (experts live on half of it, in blocks of 32), received {hidden}"
@@ -109,11 +123,10 @@ def make_checkpoint(
     sizes: those of `miniature` (layers, hidden, heads, head_dim, experts, experts_per_token, vocab_size, vision_layers).
     Returns: the config. Raises: ValueError for an impossible size, FileExistsError, OSError.
     """
-    if not 0 <= seed < 1 << 63:
-        raise ValueError(f"seed: expected 0 to 2^63 - 1, received {seed}")
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed: expected 0 to 2^63 - 1, received {seed!r}")
     config = miniature(like, **sizes)
-    # The last ids of the vocabulary: begin, end, padding, image (the published ones lie near its end too).
-    ids = {f"{name}_token_id": config.vocab_size - 4 + i for i, name in enumerate(("bos", "eos", "pad"))}
+    ids = {f"{name}_token_id": config.vocab_size - SPECIAL_IDS + i for i, name in enumerate(("bos", "eos", "pad"))}
     whole = official(like)
     stated = dataclasses.replace(
         whole, model=config, inert_text={**whole.inert_text, **ids}, inert_top={**whole.inert_top, **ids}

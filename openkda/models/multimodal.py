@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from openkda.layers.packing import check_mask
 from openkda.layers.parameters import init_weights
 from openkda.layers.state import ModelState
 from openkda.layers.vision import Grid, Projector, VisionTower
@@ -49,7 +50,8 @@ def insert_features(
 
     Args:
         input_ids: [B, T]. embeddings: [B, T, D] of those ids. features: one [n_i, D] an image. placeholder: its token id.
-        mask: [B, T] bool, True = real token (left padding), or None. A placeholder in the padding is none.
+        mask: [B, T] bool, True = real token, padding anywhere (it comes back on the left); None = all real. A placeholder
+            in the padding is none.
     Raises: ValueError where placeholders and images do not match in number.
     """
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -62,16 +64,17 @@ def insert_features(
     waiting = list(features)
     rows, sources = [], []
     for b in range(input_ids.shape[0]):
-        parts, source, at = [], [], int((~real[b]).sum())
-        for place in places[b].nonzero().flatten().tolist():
+        kept = real[b].nonzero().flatten()  # the row without its padding
+        parts, source, at = [], [], 0
+        for place in places[b][kept].nonzero().flatten().tolist():
             image = waiting.pop(0).to(embeddings.dtype)
-            parts += [embeddings[b, at:place], image]
-            source += [torch.arange(at, place), torch.full((image.shape[0],), -1)]
+            parts += [embeddings[b, kept[at:place]], image]
+            source += [kept[at:place], kept.new_full((image.shape[0],), -1)]
             at = place + 1
-        parts.append(embeddings[b, at:])
-        source.append(torch.arange(at, input_ids.shape[1]))
+        parts.append(embeddings[b, kept[at:]])
+        source.append(kept[at:])
         rows.append(torch.cat(parts))
-        sources.append(torch.cat(source).to(input_ids.device))
+        sources.append(torch.cat(source))
     width = max(row.shape[0] for row in rows)
     new_mask = torch.stack([torch.arange(width, device=input_ids.device) >= width - row.shape[0] for row in rows])
     padded = [torch.cat([row.new_zeros(width - row.shape[0], row.shape[1]), row]) for row in rows]
@@ -107,6 +110,9 @@ class MultimodalLM(nn.Module):
 
     def image_features(self, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
         """patches [L, 3, P, P] of all items, (t, h, w) of each -> features [(h/2)(w/2), D] of each, in the model's dtype."""
+        if not isinstance(patches, Tensor) or not patches.is_floating_point():  # pixels from 0 to 255 would be no error
+            got = patches.dtype if isinstance(patches, Tensor) else type(patches).__name__
+            raise TypeError(f"patches: expected a float tensor (openkda.models.image.preprocess), received {got}")
         patches = patches.to(self.vision_tower.patch_embed.proj.weight)
         features = self.mm_projector(self.vision_tower(patches, grids))
         area = self.vision_tower.config.merge_kernel[0] * self.vision_tower.config.merge_kernel[1]
@@ -122,13 +128,15 @@ class MultimodalLM(nn.Module):
     ) -> Inserted:
         """Embeddings of a batch with its images in place. Arguments as in `forward`."""
         assert self.config.vision is not None
+        placeholder, known = self.config.vision.placeholder_id, input_ids
+        if placeholder >= self.config.vocab_size and isinstance(input_ids, Tensor):
+            known = input_ids.masked_fill(input_ids == placeholder, 0)  # the placeholder has no row of its own
+        self.language_model.check_ids(known)
+        check_mask(attention_mask, (input_ids.shape[0], input_ids.shape[1]))
+        grids = grids.tolist() if isinstance(grids, Tensor) else grids
         features = [] if patches is None else self.image_features(patches, grids)
-        embed = self.language_model.model.embed_tokens
-        placeholder = self.config.vision.placeholder_id
-        if placeholder < self.config.vocab_size:
-            return insert_features(input_ids, embed(input_ids), features, placeholder, attention_mask)
-        known = input_ids.masked_fill(input_ids == placeholder, 0)  # the placeholder has no row of its own
-        return insert_features(input_ids, embed(known), features, placeholder, attention_mask)
+        embeddings = self.language_model.model.embed_tokens(known)
+        return insert_features(input_ids, embeddings, features, placeholder, attention_mask)
 
     def forward(
         self,
@@ -144,11 +152,12 @@ class MultimodalLM(nn.Module):
         """input_ids [B, T] with one placeholder an image -> logits [B, T', vocab] over text and image positions.
 
         patches, grids: of all images in the order of their placeholders, row after row (`openkda.models.image.preprocess`).
-        Rows that grow differently are padded on the left (logits 0 there). The rest as in `HybridLM.forward`.
+        Rows that grow differently are padded on the left (logits 0 there); beside images attention_mask may have padding
+        anywhere. The rest as in `HybridLM.forward`.
         Raises: ValueError or TypeError for malformed input, before the text model runs.
         """
         assert self.config.vision is not None
-        if patches is None and not len(grids) and not bool((input_ids == self.config.vision.placeholder_id).any()):
+        if patches is None and not len(grids) and not self._has_placeholder(input_ids):
             return self.language_model(
                 input_ids, state=state, attention_mask=attention_mask, return_state=return_state, last_only=last_only
             )
@@ -156,3 +165,10 @@ class MultimodalLM(nn.Module):
         return self.language_model(
             whole.embeddings, state=state, attention_mask=whole.mask, return_state=return_state, last_only=last_only
         )
+
+    def _has_placeholder(self, input_ids: Tensor) -> bool:
+        """Of what is no tensor of ids the language model says what is wrong."""
+        assert self.config.vision is not None
+        if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+            return False
+        return bool((input_ids == self.config.vision.placeholder_id).any())

@@ -14,13 +14,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,7 +40,8 @@ from openkda.models.official_names import (
     shard_file,
     shard_of,
 )
-from openkda.models.official_shards import INDEX, Shards, opened
+from openkda.models.official_shards import INDEX, Shards, identity, opened, some
+from openkda.models.whole_directory import whole_directory
 from openkda.ops.mx.api import check_scales
 
 CONFIG = "config.json"
@@ -64,12 +64,15 @@ def load_official(
             convolutions, o_norm, router biases) is float32 in any case; packed experts stay packed.
     Returns: `MultimodalLM` for a checkpoint with a vision tower, else `HybridLM`.
     Raises: FileNotFoundError or ValueError naming file and tensor: missing, unexpected, of another shape or dtype, index and
-        files that contradict each other, A_log with a tail that is not zero, NaN scales, keys of the config.
+        files that contradict each other, A_log with a tail that is not zero, NaN scales, matrices of several dtypes (without
+        `dtype`), keys of the config, files that somebody replaced meanwhile.
     """
     directory = Path(directory)
     _check_target(device, dtype)
+    config_file = identity(directory / CONFIG)
     config = read_config(directory)
     shards = Shards(directory)
+    shards.seen[CONFIG] = config_file
     official = _as_stored(config, shards)
     chosen = _check_layers(layers, official.model)
     with_vision = vision and official.kind == "kimi_k3"
@@ -79,7 +82,10 @@ def load_official(
     wanted = [_renumbered(t, chosen) for t in published(model.state_dict(), prefix, _stored_a_log(official, shards))]
     left_out = _left_out(shards, chosen, official, with_vision)
     shards.check(wanted, left_out)
+    if dtype is None:
+        shards.check_matrices(wanted)
     state = _read(shards, wanted, model.state_dict(), device)
+    shards.check_unchanged()
     model.load_state_dict(state, strict=True, assign=True)
     return model.to(device=device, dtype=dtype).eval()  # also widens what must be float32 and was stored narrower
 
@@ -133,11 +139,16 @@ def save_official(
         overwrite: write into an existing directory, replacing a checkpoint there.
         state: the model's state dict, where it comes from elsewhere (gathered from shards); default its own.
     Every tensor keeps its dtype: loading and saving again gives the same bytes.
-    Raises: ValueError for a feature that the format cannot say, FileExistsError, OSError with the path.
+    Raises: ValueError for a feature that the format cannot say, NaN scales and a state that does not fit; FileExistsError (also
+        where another save is at work); OSError with the path.
     """
     directory = Path(directory)
     multimodal = isinstance(model, MultimodalLM)
     kind = kind or ("kimi_k3" if multimodal else "kimi_linear")
+    a_log = a_log or A_LOG_FORM.get(kind, "heads")
+    for name, value, allowed in (("kind", kind, get_args(Kind)), ("a_log", a_log, get_args(ALogForm))):
+        if value not in allowed:
+            raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, received {value!r}")
     if (kind == "kimi_k3") != multimodal:
         raise ValueError(
             f"kind {kind!r}: expected a {'MultimodalLM' if kind == 'kimi_k3' else 'HybridLM'}, received the other"
@@ -149,33 +160,33 @@ def save_official(
         else dataclasses.replace(config, model=model_config, kind=kind)
     )
     text = json.dumps(_with_dtype(to_published(official), model), indent=2, sort_keys=True) + "\n"
+    values = _complete(model, state)
     if directory.exists() and not overwrite:
         raise FileExistsError(f"{directory}: exists; overwrite=True replaces it")
-    partial = directory.parent / f".{directory.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _write_shards(
-            plain_names(model.state_dict() if state is None else state), partial, official, a_log or A_LOG_FORM[kind]
-        )
+    with whole_directory(directory, _is_checkpoint_file) as partial:
+        _write_shards(values, partial, official, a_log)
         (partial / CONFIG).write_text(text)
-        if directory.exists():
-            _replace_files(partial, directory)
-        else:
-            os.rename(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _replace_files(partial: Path, directory: Path) -> None:
-    """Move a whole checkpoint into an existing directory; shards of an earlier one go, its index first."""
-    new = {path.name for path in partial.iterdir()}
-    (directory / INDEX).unlink(missing_ok=True)
-    for old in directory.glob("model*.safetensors"):
-        if old.name not in new:
-            old.unlink()
-    for name in sorted(new, key=lambda n: n == INDEX):
-        os.replace(partial / name, directory / name)
+def _is_checkpoint_file(name: str) -> bool:
+    return name in (INDEX, CONFIG) or (name.startswith("model") and name.endswith(".safetensors"))
+
+
+def _complete(model: HybridLM | MultimodalLM, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """The tensors to save, by the model's own names; ValueError lists what a state from elsewhere lacks or has too much."""
+    own = plain_names(model.state_dict())
+    if state is None:
+        return own
+    given = plain_names(state)
+    faults = {
+        "missing": sorted(own.keys() - given.keys()),
+        "unexpected": sorted(given.keys() - own.keys()),
+        "shape": sorted(n for n in own.keys() & given.keys() if own[n].shape != given[n].shape),
+    }
+    listed = [f"{what}: {some(names)}" for what, names in faults.items() if names]
+    if listed:
+        raise ValueError(f"state: tensors do not fit the model. {'; '.join(listed)}")
+    return given
 
 
 def _as_stored(config: OfficialConfig, shards: Shards) -> OfficialConfig:
@@ -264,7 +275,11 @@ def _read(
         path = shards.directory / name
         with opened(path) as file:
             for t in tensors:
-                value = _checked(file.get_tensor(t.name), t, f"{path}: {t.name}", ours[t.key])
+                where = f"{path}: {t.name}"
+                try:
+                    value = _checked(file.get_tensor(t.name), t, where, ours[t.key])
+                except (SafetensorError, RuntimeError) as error:
+                    raise ValueError(f"{where}: cannot be read ({error})") from None
                 if t.row is None:
                     state[t.key] = value.to(device=device, copy=True)  # a copy: the value is a view of the mapped file
                     continue
@@ -272,7 +287,7 @@ def _read(
                     state[t.key] = torch.empty(ours[t.key].shape, dtype=value.dtype, device=device)
                 if value.dtype != state[t.key].dtype:
                     want = f"{state[t.key].dtype} as its first expert's"
-                    raise ValueError(f"{path}: {t.name}: expected {want}, found {value.dtype}")
+                    raise ValueError(f"{where}: expected {want}, found {value.dtype}")
                 state[t.key][t.row] = value
     return state
 
@@ -318,7 +333,11 @@ def _write_shards(state: dict[str, Tensor], directory: Path, official: OfficialC
         shards.setdefault(shard_of(t.name, layers), []).append(t)
     for number, tensors in sorted(shards.items()):
         values = {t.name: _stored(state[t.key] if t.row is None else state[t.key][t.row], t) for t in tensors}
-        save_file(values, str(directory / shard_file(number, count)), metadata={"format": "pt"})
+        path = directory / shard_file(number, count)
+        try:
+            save_file(values, str(path), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path}: could not be written ({error})") from None
     index: dict[str, Any] = {
         "metadata": {"total_size": sum(t.nbytes for tensors in shards.values() for t in tensors)},
         "weight_map": {t.name: shard_file(n, count) for n, tensors in sorted(shards.items()) for t in tensors},
@@ -328,6 +347,8 @@ def _write_shards(state: dict[str, Tensor], directory: Path, official: OfficialC
 
 def _stored(value: Tensor, t: PublishedTensor) -> Tensor:
     value = value.detach().cpu().contiguous()
+    if t.name.endswith(".weight_scale"):
+        check_scales(t.name, value)
     if t.name.endswith(".A_log"):
         padding = torch.Size(t.shape).numel() - value.numel()
         value = torch.cat([value, value.new_zeros(padding)]).view(t.shape)

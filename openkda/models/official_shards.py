@@ -16,6 +16,9 @@ from openkda.models.official_names import PublishedTensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+# Widened where they are used: the router, pseudo-queries; and what is float32 in any case.
+_OF_ANY_DTYPE = (".gate.weight", "res_proj.weight", ".A_log", "conv1d.weight")
+
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -40,9 +43,11 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.seen: dict[str, Identity | None] = {}  # files that were read, as they were before
         if not directory.is_dir():
             raise FileNotFoundError(f"{directory}: no such checkpoint directory")
         index = directory / INDEX
+        self.seen[INDEX] = identity(index)
         if index.is_file():
             self.files = _read_index(index)
         elif (directory / SINGLE).is_file():
@@ -55,6 +60,7 @@ class Shards:
     def header(self, file_name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """name -> (dtype, shape) of every tensor in a file; read once."""
         if file_name not in self._headers:
+            self.seen[file_name] = identity(self.directory / file_name)
             with opened(self.directory / file_name) as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
                 self._headers[file_name] = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
@@ -78,7 +84,7 @@ class Shards:
         present = [t for t in wanted if t.name in self.files]
         absent = sorted(f for f in {self.files[t.name] for t in present} if not self.exists(f))
         if absent:
-            raise FileNotFoundError(f"{self.directory / INDEX}: names files that do not exist: {_some(absent)}")
+            raise FileNotFoundError(f"{self.directory / INDEX}: names files that do not exist: {some(absent)}")
         for file_name in sorted({self.files[t.name] for t in present}):
             header = self.header(file_name)
             listed = {n for n, f in self.files.items() if f == file_name}
@@ -91,12 +97,43 @@ class Shards:
             allowed = ("U8",) if t.dtype == torch.uint8 else _FLOATS
             if dtype is not None and dtype not in allowed:
                 faults.setdefault("dtype", []).append(f"{t.name}: expected {' or '.join(allowed)}, found {dtype}")
-        found = [f"{kind}: {_some(items)}" for kind, items in faults.items() if items]
+        found = [f"{kind}: {some(items)}" for kind, items in faults.items() if items]
         if found:
             raise ValueError(f"{self.directory}: tensors do not fit the config. {'; '.join(found)}")
 
+    def check_matrices(self, wanted: Sequence[PublishedTensor]) -> None:
+        """Raise ValueError where matrices that are multiplied with the same activations have several dtypes."""
+        dtypes: dict[str, list[str]] = {}
+        for t in wanted:
+            if len(t.shape) > 1 and not t.name.endswith(_OF_ANY_DTYPE):
+                dtypes.setdefault(self.header(self.files[t.name])[t.name][0], []).append(t.name)
+        found = sorted((names, dtype) for dtype, names in dtypes.items() if dtype != "U8")
+        if len(found) > 1:
+            listed = "; ".join(f"{dtype}: {some(names, 3)}" for names, dtype in sorted(found, key=lambda f: -len(f[0])))
+            raise ValueError(
+                f"{self.directory}: expected matrices of one dtype (dtype=... converts them), found {listed}"
+            )
 
-def _some(items: list[str], limit: int = 50) -> str:
+    def check_unchanged(self) -> None:
+        """Raise ValueError where a file is not the one that was read: parts of two checkpoints are no model."""
+        changed = sorted(name for name, before in self.seen.items() if identity(self.directory / name) != before)
+        if changed:
+            raise ValueError(f"{self.directory}: changed while it was loaded: {some(changed)}; load it again")
+
+
+Identity = tuple[int, int, int, int]
+
+
+def identity(path: Path) -> Identity | None:
+    """What tells a file from one that replaced or changed it; None for none."""
+    try:
+        s = path.stat()
+    except OSError:
+        return None
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+
+
+def some(items: list[str], limit: int = 50) -> str:
     rest = f", and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + rest
 

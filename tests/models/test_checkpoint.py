@@ -106,7 +106,7 @@ class PowerCut(BaseException):
     """Nothing catches this by accident."""
 
 
-CUTS = ["save_file", "_flush", "os.replace", "os.rename"]
+CUTS = ["save_file", "flush", "os.replace", "os.rename"]
 
 
 @pytest.mark.parametrize("name", CUTS)

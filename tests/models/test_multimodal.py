@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -146,3 +148,50 @@ def test_impossible_towers() -> None:
         MultimodalLM(CONFIG.replace(vision=None))
     with pytest.raises(ValueError, match=r"patches\.shape: expected \[L, 3, 14, 14\], received \[8, 3, 7, 7\]"):
         VisionTower(CONFIG.vision)(torch.randn(8, 3, 7, 7), GRIDS[:1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (([[1, PLACE]], None, ()), TypeError, "input_ids: expected an int64 or int32 tensor, received list"),
+        ((torch.tensor([1, PLACE]), None, ()), ValueError, r"input_ids.shape: expected \[B, T\], received \[2\]"),
+        (
+            (torch.tensor([[PLACE, 1000]]), "patches", [(1, 2, 2)]),
+            ValueError,
+            r"expected ids in \[0, .*received .*\.\.1000",
+        ),
+        ((torch.tensor([[PLACE, -1]]), "patches", [(1, 2, 2)]), ValueError, r"expected ids in \[0, .*received -1\.\."),
+        (
+            (torch.tensor([[PLACE, 1]]), "pixels", [(1, 2, 2)]),
+            TypeError,
+            "patches: expected a float tensor .*torch.uint8",
+        ),
+        (
+            (torch.tensor([[PLACE, 1]]), "patches", [(1.0, 2.0, 2.0)]),
+            ValueError,
+            "image 0: expected a grid .*whole sizes",
+        ),
+        ((torch.tensor([[PLACE, 1]]), "patches", [(1, 2)]), ValueError, "image 0: expected a grid .*whole sizes"),
+    ],
+)
+def test_malformed_calls(model: MultimodalLM, call: Any, error: type[Exception], message: str) -> None:
+    ids, patches, grids = call
+    values = {"patches": torch.randn(4, 3, 14, 14), "pixels": torch.zeros(4, 3, 14, 14, dtype=torch.uint8)}.get(patches)
+    with pytest.raises(error, match=message):
+        model(ids, values, grids)
+
+
+def test_masks_beside_images(model: MultimodalLM) -> None:
+    """Padding on any side is taken out; a mask of another shape used to be stretched over the batch in silence."""
+    patches, grids = torch.randn(4, 3, 14, 14), torch.tensor([[1, 2, 2]])
+    want = model(torch.tensor([[1, PLACE, 2]]), patches, grids).logits
+    ids = torch.tensor([[5, 1, PLACE, 7, 2, 9, 9]])
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0, 0]]).bool()
+    got = model(ids, patches, grids, attention_mask=mask)
+    assert torch.equal(got.logits, want)
+    whole = model.insert(ids, patches, grids, attention_mask=mask)
+    assert whole.labels(torch.arange(7)[None]).tolist() == [[1, -100, 4]]
+    with pytest.raises(ValueError, match=r"attention_mask.shape: expected \[B, T\] = \[1, 7\], received \[1, 1\]"):
+        model(ids, patches, grids, attention_mask=mask[:, 1:2])
+    with pytest.raises(TypeError, match="attention_mask: expected a bool tensor"):
+        model(ids, patches, grids, attention_mask=mask.float())
