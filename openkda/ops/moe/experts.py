@@ -34,10 +34,12 @@ class Plan:
     @classmethod
     def of(cls, experts: Tensor, num_experts: int) -> Plan:
         flat = experts.flatten()
+        if flat.is_cuda:  # a radix sort there: a pass for every eight bits of a key
+            flat = flat.to(torch.uint8 if num_experts <= 256 else torch.int16 if num_experts < 1 << 15 else flat.dtype)
         by_expert, order = flat.sort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
-        each = torch.arange(num_experts, device=order.device)
+        each = torch.arange(num_experts, device=order.device).to(flat.dtype)
         ends = torch.searchsorted(by_expert, each, right=True).to(torch.int32)
         return cls(order, inverse, ends, experts.shape[1])
 

@@ -33,8 +33,11 @@ def order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         tensors = (experts.contiguous(), pair, ends)
         launch(order_kernel, ceil_div(P, 32), tensors, (), (P, num_experts), constants, 4, experts.device)
         return pair, ends
-    by_expert, places = experts.flatten().sort(stable=True)
-    each = torch.arange(num_experts, device=experts.device)
+    kind = torch.uint8 if num_experts <= 256 else torch.int16 if num_experts < 1 << 15 else torch.int64
+    by_expert, places = (
+        experts.flatten().to(kind).sort(stable=True)
+    )  # a radix sort: a pass for every eight bits of a key
+    each = torch.arange(num_experts, device=experts.device).to(kind)
     return places.to(torch.int32), torch.searchsorted(by_expert, each, right=True).to(torch.int32)
 
 
