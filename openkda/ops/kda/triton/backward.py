@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openkda.ops.kda.triton.gradients import gradients_kernel
-from openkda.ops.kda.triton.launch import CHUNK, EPS, Args, carve, state_strides
+from openkda.ops.kda.triton.launch import CHUNK, EPS, Args, pieces, state_strides
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
 from openkda.ops.kda.triton.sums import sums_kernel
@@ -47,18 +47,16 @@ def backward(
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
-    blocks, factor, f32 = HV * tiles, (op, HV * tiles * CHUNK * BK), torch.float32
-    _, (kd, qd, ke, decay, token) = carve(
-        factor,
-        factor,
-        factor,
-        (f32, blocks * BK),
-        (f32, blocks * 3 * CHUNK if a.l2norm or scaled else 1),
-        device=o.device,
-    )
-    walked, (w, y, tm, unit) = carve(
-        factor, factor, (f32, blocks * 2 * CHUNK * CHUNK), (f32, blocks * 2 * CHUNK), device=o.device
-    )
+    BU, walk_warps, walk_stages = _walk_settings(BK, exact)
+    BS, BV, warps, stages = _products_settings(BK, exact)
+    NU, f32 = ceil_div(V, BU), torch.float32
+    blocks, chunks, factor = HV * tiles, HV * slots, HV * tiles * CHUNK * BK
+    kd, qd, ke = pieces(op, factor, factor, factor, device=o.device)
+    w, y = pieces(op, factor, factor, device=o.device)
+    tm, decay, token, unit, u_unit, dd_unit, s_unit, ds_unit, both, product_unit, rows = pieces(
+        f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 3 * CHUNK, blocks * 2 * CHUNK, blocks * NU, blocks * NU,
+        chunks * NU, chunks * NU, chunks * BK, chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
+    )  # fmt: skip
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
     launch(
         prepare_kernel, tiles * HV,
@@ -68,13 +66,8 @@ def backward(
          _TL[op], prec, prec, prec, True), 1, o.device,
     )  # fmt: skip
 
-    BU, warps, stages = _walk_settings(BK, exact)
-    NU = ceil_div(V, BU)
     dd = new(B, T, HV, V, dtype=op)
-    state, units = (op, HV * slots * V * BK), (f32, HV * slots * NU)
-    states, (s, ds, u, s_unit, ds_unit, u_unit, dd_unit) = carve(
-        state, state, (op, dd.numel()), units, units, (f32, blocks * NU), (f32, blocks * NU), device=o.device
-    )
+    s, ds, u = pieces(op, chunks * V * BK, chunks * V * BK, dd.numel(), device=o.device)
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     reverses = NU * HV * sequences
@@ -85,15 +78,11 @@ def backward(
         (*steps_of(a.v), *do_steps, *state_strides(a.state, a.v_first), *state_strides(ds1, a.v_first)),
         (T, N, tiles, slots, reverses, a.scale),
         (HV, K, BK, V, BU, CHUNK, SAVE, packed, chain is not None, a.state is not None, ds1 is not None, want_ds0,
-         do is not None, scaled, _TL[op], prec, stages), warps, o.device,
+         do is not None, scaled, _TL[op], prec, walk_stages), walk_warps, o.device,
     )  # fmt: skip
-    del walked, w, y, tm, unit
+    del w, y
 
-    BS, BV, warps, stages = _products_settings(BK, exact)
-    _, (d, wide, both, product_unit, rows) = carve(
-        (op, HV * slots * 2 * C * C), (op, HV * slots * 3 * C * BK), (f32, HV * slots * BK), (f32, HV * slots * (BK // BS) * 4),
-        (f32, 2 * B * T * HV if a.l2norm else 1), device=o.device,
-    )  # fmt: skip
+    d, wide = pieces(op, chunks * 2 * C * C, chunks * 3 * C * BK, device=o.device)
     dbeta = new(B, T, HV, dtype=a.beta.dtype)
     dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
     launch(
@@ -103,7 +92,7 @@ def backward(
         (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, tiles, a.scale),
         (HV, BK, BS, V, BV, BU, packed, a.l2norm, scaled, a.sigmoid, do is not None, _TL[op], prec, stages), warps, o.device,
     )  # fmt: skip
-    del states, s, ds, u, s_unit, ds_unit, u_unit, dd_unit
+    del s, ds, u
     if not exact:
         del dd
 
