@@ -304,6 +304,59 @@ def test_other_refusals(model: Any, directory: Path, tmp_path: Path) -> None:
         type(model).from_pretrained(tmp_path / "nowhere", config=config, local_files_only=True)
 
 
+def test_masks_caches_and_positions_that_would_be_misread(model: Any) -> None:
+    """A mask of another shape used to be cut to fit, a cache of transformers' own to fail inside."""
+    x = ids(2, 6)
+    for mask, message in (
+        (torch.ones(2, 1, 6, 6), r"expected \[B, T\] = \[2, 6\] \(or wider\), received \[2, 1, 6, 6\]"),
+        (torch.ones(2, 4), r"expected \[B, T\] = \[2, 6\] \(or wider\), received \[2, 4\]"),
+        (torch.ones(1, 6), r"expected \[B, T\] = \[2, 6\] \(or wider\), received \[1, 6\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(input_ids=x, attention_mask=mask)
+    with pytest.raises(TypeError, match="attention_mask: expected a tensor"):
+        model(input_ids=x, attention_mask={"full_attention": None})
+    with pytest.raises(TypeError, match=r"expected none, or what an earlier call .* received DynamicCache"):
+        model.generate(x, **{CACHE: transformers.DynamicCache()}, **OPTIONS)
+    with pytest.raises(ValueError, match="logits_to_keep: expected 0 or more"):
+        model(input_ids=x, logits_to_keep=-1)
+    chosen = torch.tensor([0, 3])
+    assert torch.equal(model(input_ids=x, logits_to_keep=chosen).logits, model(input_ids=x).logits[:, chosen])
+    for name in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(ValueError, match=f"{name}: expected False"):
+            model.generate(x, return_dict_in_generate=True, **{name: True}, **OPTIONS)
+
+
+def test_placeholders_without_their_images(directories: dict[str, Path]) -> None:
+    """The placeholder used to be read as a word where no picture came with it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directories["kimi-k3"])
+    prompt, grids = torch.tensor([[1, PLACE, 2]]), torch.tensor([[1, 2, 4]])
+    pixels = torch.randn(8, 3, 14, 14, generator=torch.Generator().manual_seed(0))
+    for call in (lambda **o: model(input_ids=prompt, **o), lambda **o: model.generate(prompt, **OPTIONS, **o)):
+        with pytest.raises(
+            ValueError, match=rf"placeholder tokens \(id {PLACE}\): expected 0, one an image, received 1"
+        ):
+            call()
+        with pytest.raises(ValueError, match="pixel_values: expected the patches beside grid_thws"):
+            call(grid_thws=grids)
+    want = model(input_ids=prompt, pixel_values=pixels, grid_thws=grids, labels=prompt)
+    got = model(input_ids=prompt, pixel_values=pixels, grid_thws=grids.tolist())
+    assert torch.equal(got.logits, want.logits)
+    padded = torch.cat([prompt, torch.zeros(1, 2, dtype=torch.long)], 1)  # as collators for training pad
+    labels = torch.tensor([[1, PLACE, 2, -100, -100]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    right = model(input_ids=padded, attention_mask=mask, pixel_values=pixels, grid_thws=grids, labels=labels)
+    check_close("loss of a batch padded on the right", right.loss, want.loss, 1e-6)
+
+
+def test_every_published_key_is_an_attribute(directory: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(directory)
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        assert all(hasattr(part, key) for key in part.published)
+    config.get_text_config().use_cache = False
+    assert json.loads(config.get_text_config().to_json_string())["use_cache"] is False
+
+
 def test_importing_the_package_imports_no_transformers() -> None:
     import subprocess
 

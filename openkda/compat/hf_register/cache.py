@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from openkda.generation.state import select
@@ -36,3 +38,13 @@ class KimiCache:
 
     def crop(self, max_length: int) -> None:
         raise NotImplementedError("a recurrent state cannot go back to an earlier token")
+
+
+def own_cache(cache: Any) -> KimiCache | None:
+    """The cache if it is one of ours, or none. Raises: TypeError for one of transformers' own."""
+    if cache is None or isinstance(cache, KimiCache):
+        return cache
+    raise TypeError(
+        f"cache: expected none, or what an earlier call of this model returned (a KimiCache), received "
+        f"{type(cache).__name__}: keys and values alone are not the state of this model"
+    )

@@ -28,6 +28,9 @@ class _PublishedConfig(PreTrainedConfig):
             published = {**to_published(official(self._default)), **published}
         object.__setattr__(self, "published", copy.deepcopy(published))
         super().__init__(**copy.deepcopy(published), **own)
+        for key, value in published.items():  # transformers 5.24 keeps `use_cache` for itself
+            if not hasattr(self, key):
+                object.__setattr__(self, key, copy.deepcopy(value))
 
     def __setattr__(self, key: str, value: Any) -> None:
         super().__setattr__(key, value)

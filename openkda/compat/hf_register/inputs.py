@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from openkda.models.vision_config import VisionConfig
+
+
+def check_mask(mask: Any, tokens: Tensor) -> None:
+    """ValueError or TypeError for anything but a mask [B, T'] with a column for each of the T tokens at its end."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask: expected a tensor [B, T] of 0 and 1, received {type(mask).__name__}")
+    B, T = tokens.shape[:2]
+    if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
+        raise ValueError(f"attention_mask.shape: expected [B, T] = [{B}, {T}] (or wider), received {list(mask.shape)}")
+
+
+def check_images(ids: Tensor | None, grids: Any, vision: VisionConfig | None) -> None:
+    """ValueError where a prompt without pictures has the placeholder of one, which would be read as a word."""
+    if vision is None:
+        return
+    if grids is not None:
+        raise ValueError("pixel_values: expected the patches beside grid_thws, received None")
+    found = 0 if ids is None else int((ids == vision.placeholder_id).sum())
+    if found:
+        raise ValueError(f"placeholder tokens (id {vision.placeholder_id}): expected 0, one an image, received {found}")
 
 
 def boundaries(position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:

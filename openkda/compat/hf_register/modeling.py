@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from openkda.compat.hf_register.cache import KimiCache
+from openkda.compat.hf_register.cache import KimiCache, own_cache
 from openkda.compat.hf_register.config import KimiK3Config, KimiLinearConfig
-from openkda.compat.hf_register.inputs import boundaries, expand_images, packed
+from openkda.compat.hf_register.inputs import boundaries, check_images, check_mask, expand_images, packed
 from openkda.compat.hf_register.loading import checkpoint_directory, load_options
 from openkda.compat.hf_register.versions import CACHE
 from openkda.layers.packing import unpack
@@ -127,13 +127,14 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        generating: bool = False,
         **loss_options: Any,
     ) -> Any:
         """input_ids [B, T] (or inputs_embeds [B, T, D]) -> `KimiOutput`.
@@ -141,21 +142,34 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         attention_mask: [B, T'] 0/1, padding anywhere; of a T' beyond T the last T columns count. position_ids: there are no
         positions; in a flattened batch (B = 1) each 0 starts a new document, as cu_seq_lens_q [N + 1] says outright.
         pixel_values, grid_thws: patches [L, 3, P, P] and their (t, h, w) [n, 3], one placeholder token an image.
-        labels: [B, T], -100 = none; shifted inside. logits_to_keep: only the last so many (0: all).
+        generating: placeholders without an image may stand there, the model wrote them itself.
+        labels: [B, T], -100 = none; shifted inside. logits_to_keep: only the last so many (0: all), or a tensor of positions.
         """
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions, output_hidden_states: expected False (this model keeps neither)")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
-        if labels is not None and logits_to_keep:
+        positions = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
+        last = 0 if isinstance(logits_to_keep, Tensor) else int(logits_to_keep)
+        if last < 0:
+            raise ValueError(f"logits_to_keep: expected 0 or more, or a tensor of positions, received {last}")
+        if labels is not None and (last or positions is not None):
             raise ValueError("logits_to_keep: expected 0 with labels, the loss reads all logits")
-        cache = next((c for c in (cache, past_key_values, cache_params) if c is not None), None)
+        cache = own_cache(next((c for c in (cache, past_key_values, cache_params) if c is not None), None))
         tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
-        keep = bool(use_cache) if use_cache is not None else cache is not None or not self.training
+        if use_cache is None and cache is None:
+            use_cache = not self.training and bool(getattr(self.config, "use_cache", True))
+        keep = use_cache is None or bool(use_cache)
         seen = tokens.shape[1]
+        if attention_mask is not None:
+            check_mask(attention_mask, tokens)
+        if pixel_values is None and not generating and (cache is None or cache.seen == 0):
+            check_images(input_ids, grid_thws, self.model.config.vision)
         if pixel_values is not None:
             tokens, attention_mask, labels = self._insert(tokens, attention_mask, labels, pixel_values, grid_thws)
-        logits, state = self._logits(tokens, attention_mask, position_ids, cu_seq_lens_q, cache, keep, logits_to_keep)
+        logits, state = self._logits(tokens, attention_mask, position_ids, cu_seq_lens_q, cache, keep, last)
+        if positions is not None:
+            logits = logits[:, positions]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **loss_options)
@@ -175,7 +189,7 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         whole = self.model.insert(
             ids,
             pixels,
-            [tuple(g) for g in grids.tolist()],
+            [tuple(g) for g in (grids.tolist() if isinstance(grids, Tensor) else grids)],
             attention_mask=None if mask is None else mask[:, -ids.shape[1] :],
         )
         return whole.embeddings, whole.mask, None if labels is None else whole.labels(labels)
@@ -201,6 +215,17 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         out = self.text_model(flat, state=state, cu_seqlens=cu, return_state=keep)
         return unpack(out.logits, real)[:, -last:], out.state
 
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """As every transformers model; what this one does not keep is refused before it starts."""
+        config = options.get("generation_config") or self.generation_config
+        for name in ("output_attentions", "output_hidden_states"):
+            if options.get(name, getattr(config, name, None)):
+                raise ValueError(f"{name}: expected False (this model keeps neither)")
+        prompt = next((v for v in (*args[:1], options.get("inputs"), options.get("input_ids")) if v is not None), None)
+        if options.get("pixel_values") is None and options.get(CACHE) is None:
+            check_images(prompt, options.get("grid_thws"), self.model.config.vision)
+        return super().generate(*args, **options)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -214,9 +239,14 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The tokens that the state has not seen, and images only beside the placeholders that they replace."""
-        cache = kwargs.get(CACHE)
+        cache = own_cache(kwargs.get(CACHE))
         seen = 0 if cache is None else cache.seen
-        out: dict[str, Any] = {CACHE: cache, "attention_mask": attention_mask, "use_cache": use_cache}
+        out: dict[str, Any] = {
+            CACHE: cache,
+            "attention_mask": attention_mask,
+            "use_cache": use_cache,
+            "generating": True,
+        }
         if inputs_embeds is not None and seen == 0 and input_ids.shape[1] == 0:
             out["inputs_embeds"] = inputs_embeds
         elif inputs_embeds is not None and seen == 0:
