@@ -164,6 +164,10 @@ def _asm(code: str, constraints: str, args: list[Value], **options: Any) -> Valu
     name, x = code.split(".")[0], args[0].v
     if name == "and":
         return Value((x.contiguous().view(torch.int16) & args[1].v.contiguous().view(torch.int16)).view(x.dtype))
+    if name == "shl":  # of two bfloat16 to the upper half of a float32 each
+        return Value(x.float())
+    if "neg.f32" in code:
+        return Value(torch.exp2(-x))
     return Value({"ex2": torch.exp2, "rcp": torch.reciprocal, "lg2": torch.log2}[name](x))
 
 
