@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from openkda.ops.device.api import is_watched
 from openkda.ops.moe import experts as _experts
 from openkda.ops.moe import triton as kernels
 from openkda.ops.moe.activation import GLU
@@ -101,13 +102,15 @@ def select_experts(
     if not 1 <= k <= E - with_cutoff:
         _bad("k", f"1..{E - with_cutoff} ({E} experts{', cutoff asked for' if with_cutoff else ''})", k)
     _check_bias(bias, E)
-    biased = scores.detach() if bias is None else scores.detach() + bias.detach()
+    biased = scores.detach()
+    biased = biased if bias is None else biased + bias.detach()
     top = biased.topk(k + with_cutoff, dim=-1)
     experts = top.indices[:, :k]
     weights = scores.gather(-1, experts)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routing(experts, weights * scale, scores, top.values[:, k] if with_cutoff else None)
+    weights = weights if scale == 1.0 else weights * scale
+    return Routing(experts, weights, scores, top.values[:, k] if with_cutoff else None)
 
 
 def expert_mlp(
@@ -133,8 +136,8 @@ def expert_mlp(
     Returns: [T, D] in the compute dtype. An expert without tokens costs nothing and gets a zero gradient.
     Differentiable in x, weights and the matrices. Raises: ValueError or TypeError, showing expected and received.
     """
-    _check_choice(x, experts, weights)
     E = w1.shape[0]
+    _check_choice(x, experts, weights, E)
     inner = w1.shape[1] if w1.dim() == 3 else 0
     D = x.shape[1]
     for name, w, shape in (("w1", w1, (E, inner, D)), ("w3", w3, (E, inner, D)), ("w2", w2, (E, D, inner))):
@@ -158,8 +161,8 @@ def packed_expert_mlp(
     On a GPU without gradients one kernel unpacks them on their way into the product, without any wait for the host, so that it
     can be captured in a graph; elsewhere one expert at a time is dequantised. Differentiable in x and weights.
     """
-    _check_choice(x, experts, weights)
     E, inner = packed.w1[0].shape[:2]
+    _check_choice(x, experts, weights, E)
     for name, out, width in (("w1", inner, x.shape[1]), ("w3", inner, x.shape[1]), ("w2", x.shape[1], inner)):
         codes, scale = getattr(packed, name)
         want = [[E, out, width // 2], [E, out, width // BLOCK]]
@@ -174,13 +177,18 @@ def _check_bias(bias: Tensor | None, E: int) -> None:
         _bad("bias", f"float32 [{E}] (16 bits cannot order close scores)", f"{bias.dtype} {list(bias.shape)}")
 
 
-def _check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
+def _check_choice(x: Tensor, experts: Tensor, weights: Tensor, E: int) -> None:
+    """Ids are read on a CPU alone, where -1 would be the last expert; on a GPU that would wait for the device."""
     if x.dim() != 2:
         _bad("x.shape", "[T, D]", list(x.shape))
     if experts.dtype != torch.int64 or experts.dim() != 2 or experts.shape[0] != x.shape[0]:
         _bad("experts", f"int64 [{x.shape[0]}, k]", f"{experts.dtype} {list(experts.shape)}")
     if weights.shape != experts.shape or weights.dtype not in (torch.float32, torch.float64):
         _bad("weights", f"float32 {list(experts.shape)}", f"{weights.dtype} {list(weights.shape)}")
+    if experts.is_cpu and experts.numel() and not is_watched():
+        low, high = (int(t) for t in experts.aminmax())
+        if low < 0 or high >= E:
+            _bad("experts", f"ids in [0, {E})", f"{low}..{high}")
 
 
 def _bad(name: str, expected: object, received: object) -> NoReturn:

@@ -237,6 +237,21 @@ def test_refusals() -> None:
         packed_expert_mlp(x, experts, weights, PackedExperts(good.w1, good.w1, good.w3), activation=SwiGLU())
 
 
+@pytest.mark.parametrize("tokens", [2, 33])
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_experts_that_are_not_there(tokens: int, wrong: int) -> None:
+    """-1 used to be the last expert, and ids beyond the last lost their rows."""
+    leaves, experts, weights = make(T=tokens)
+    experts = experts.clone()
+    experts[1, 2] = wrong
+    packed = PackedExperts(*(pack_mxfp4(w.detach()) for w in (leaves[1], leaves[3], leaves[2])))
+    message = r"experts: expected ids in \[0, 7\), received " + ("-1" if wrong < 0 else r".*\.\.7")
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        expert_mlp(leaves[0], experts, weights, *leaves[1:], activation=SwiGLU())
+    with pytest.raises(ValueError, match=message):
+        packed_expert_mlp(leaves[0], experts, weights, packed, activation=SwiGLU())
+
+
 def test_the_activation_kernels_are_a_function_after_their_module_is_loaded() -> None:
     """A submodule of the function's name would take its place in the package when it is first imported."""
     pytest.importorskip("triton")
