@@ -54,8 +54,8 @@ def backward(
     kd, qd, ke = pieces(op, factor, factor, factor, device=o.device)
     w, y = pieces(op, factor, factor, device=o.device)
     tm, decay, token, unit, u_unit, dd_unit, s_unit, ds_unit, both, product_unit, rows = pieces(
-        f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 3 * CHUNK, blocks * 2 * CHUNK, blocks * NU, blocks * NU,
-        chunks * NU, chunks * NU, chunks * BK, chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
+        f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 3 * CHUNK, blocks * 2 * CHUNK, blocks * NU * CHUNK,
+        blocks * NU * CHUNK, chunks * NU, chunks * NU, chunks * BK, chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
     )  # fmt: skip
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
     launch(

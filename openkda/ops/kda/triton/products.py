@@ -66,7 +66,6 @@ def _states(
     HAS_DO: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d(qd), d(kd), d(ke) and `both` of BS key channels."""
-    NU: tl.constexpr = (V + BU - 1) // BU
     UNITS: tl.constexpr = tl.float16 == OP
     t = tl.arange(0, 64)
     c = part * BS + tl.arange(0, BS)
@@ -89,9 +88,9 @@ def _states(
             s_unit = tl.load(p_s_unit + v0 // BU)
             ds_unit = tl.load(p_ds_unit + v0 // BU)
         both += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0) * (s_unit * ds_unit)
-        unit = _unit(dd_unit_p + tile * NU + v0 // BU, real, UNITS) * s_unit
+        unit = _unit(dd_unit_p + tile + v0 // BU * 16, real, UNITS) * s_unit
         dkd += tl.dot(dd, S, input_precision=PREC) * unit[:, None]
-        unit = _unit(u_unit_p + tile * NU + v0 // BU, real, UNITS) * ds_unit
+        unit = _unit(u_unit_p + tile + v0 // BU * 16, real, UNITS) * ds_unit
         dke += tl.dot(u, dS, input_precision=PREC) * unit[:, None]
         if HAS_DO:
             do, unit = _rows(tl.load(p_do + (at_do[:, None] + x[None, :]), m, other=0.0).to(tl.float32), OP)
@@ -112,7 +111,6 @@ def _pairs(
     OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dM, dA and dv; returns dD . U, dD . v and do . o of every token."""
-    NU: tl.constexpr = (V + BU - 1) // BU
     UNITS: tl.constexpr = tl.float16 == OP
     t = tl.arange(0, 64)
     dM = tl.zeros([64, 64], tl.float32)
@@ -126,8 +124,8 @@ def _pairs(
         at = at_token[:, None] * V + x[None, :]
         u = tl.load(u_p + at, m, other=0.0)
         dd = tl.load(dd_p + at, m, other=0.0)
-        u_unit = _unit(u_unit_p + tile * NU + v0 // BU, real, UNITS)
-        dd_unit = _unit(dd_unit_p + tile * NU + v0 // BU, real, UNITS)
+        u_unit = _unit(u_unit_p + tile + v0 // BU * 16, real, UNITS)
+        dd_unit = _unit(dd_unit_p + tile + v0 // BU * 16, real, UNITS)
         dA += tl.dot(dd, tl.trans(u), input_precision=PREC) * dd_unit[:, None] * u_unit[None, :]
         if HAS_DO:
             do = tl.load(p_do + (at_do[:, None] + x[None, :]), m, other=0.0).to(tl.float32)
@@ -168,7 +166,7 @@ def products_kernel(
     """One program a chunk of 64 tokens, value head and job: pairs, or a slice of BS key channels.
 
     v and do are strided; o, u, dd, dv [B, T, HV, V] and dbeta [B, T, HV] contiguous; s, ds [HV, slots, V, BK]. Powers of two
-    in 16 bits, one for every BU value channels: of u and dd [HV, tiles, V / BU], of s and ds [HV, slots, V / BU].
+    in 16 bits, one for every BU value channels: of u and dd [HV, tiles, V / BU, 16], of s and ds [HV, slots, V / BU].
     Writes dv; d [HV, slots, 2, 64, 64] = dM, dA; wide [HV, slots, 3, 64, BK]; unit [HV, slots, BK / BS, 4], the powers of two
     of d and of a slice of d(qd), d(kd), d(ke); both [HV, slots, BK]; rows [2, B, T, HV] = q . dq and k . dk (with L2NORM).
     """
@@ -206,8 +204,8 @@ def products_kernel(
         p_do = do_p + batch * sob + h * soh + row * sot
         at_do = t * sot
     at_token = t * HV
-    tile = t // 16
-    units = (h * tiles + tile0) * NU
+    tile = t // 16 * (NU * 16) + t % 16
+    units = (h * tiles + tile0) * (NU * 16)
     q_up = tl.full([64], 1.0, tl.float32)
     k_size = q_up
     if SCALED:

@@ -34,21 +34,20 @@ def operand(x, size, OP: tl.constexpr):
 
 
 @triton.jit
-def keep(p, p_unit, x, size, m, TRANSPOSED: tl.constexpr):
-    """Stores x [BV, n] with rows up to `size`: in float16 with one power of two for all, so that products over value channels
-    need no work for it."""
+def keep_tokens(p, p_unit, x, m):
+    """Stores x [BV, n] transposed, its columns being tokens: in float16 each with a power of two of its own, so that no token
+    takes another one's bits."""
     if tl.float16 == p.dtype.element_ty:
-        up, down = power_of_two(tl.max(size, axis=0), 12)
+        up, down = power_of_two(tl.max(tl.abs(x), axis=0), 12)
         tl.store(p_unit, down)
-        x *= up
-    if TRANSPOSED:
-        x = tl.trans(x)
-    tl.store(p, x.to(p.dtype.element_ty), m)
+        x *= up[None, :]
+    tl.store(p, tl.trans(x).to(p.dtype.element_ty), m)
 
 
 @triton.jit
 def keep_state(p, p_unit, Z, size, rows, m):
-    """Stores Z times `rows`, whose rows are up to `size`, as `keep`."""
+    """Stores Z times `rows`, whose rows are up to `size`: in float16 with one power of two for all, so that products over value
+    channels need no work for it."""
     if tl.float16 == p.dtype.element_ty:
         up, down = power_of_two(tl.max(size, axis=0), 12)
         tl.store(p_unit, down)
@@ -106,7 +105,7 @@ def replay(
     p_token = token_p + block * (3 * C) + t
     p_s = s_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
     p_s_unit = s_unit_p + (h * saves + save) * NV + j
-    p_u_unit = u_unit_p + block * NV + j
+    p_u_unit = u_unit_p + (block * NV + j) * C + t
     p_v = v_p + batch * svb + h * svh + (start + t)[:, None] * svt + x[None, :]
     p_u = u_p + ((batch * T + start + t)[:, None] * HV + h) * V + x[None, :]
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
@@ -126,7 +125,7 @@ def replay(
         U = tl.dot(round_mantissa(vt, PREC), tl.trans(T1), input_precision=PREC)
         U -= tl.dot(a, tl.trans(w), input_precision=PREC) * (down * rows)[:, None] * w_unit[None, :]
         u_size = largest(U)
-        keep(p_u, p_u_unit, U, u_size, m_v, True)
+        keep_tokens(p_u, p_u_unit, U, m_v)
         up, down = joint(size, u_size, OP)
         decay = tl.load(p_decay)  # here and not above: 32 registers
         S = tl.dot((U * up[:, None]).to(OP), ke, S * decay[None, :] * (rows * up)[:, None], input_precision=PREC)
@@ -136,6 +135,6 @@ def replay(
         p_decay += BK
         p_unit += 2 * C
         p_token += 3 * C
-        p_u_unit += NV
+        p_u_unit += NV * C
         p_v += C * svt
         p_u += C * (HV * V)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from openkda.ops.kda.triton.gate_math import round_mantissa
-from openkda.ops.kda.triton.replay import joint, keep, keep_state, largest, operand, place
+from openkda.ops.kda.triton.replay import joint, keep_state, keep_tokens, largest, operand, place
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def reverse(
     p_token = token_p + block * (3 * C) + C + t
     p_ds = ds_p + (h * saves + save) * (V * BK) + x[:, None] * BK + c[None, :]
     p_ds_unit = ds_unit_p + (h * saves + save) * NV + j
-    p_dd_unit = dd_unit_p + block * NV + j
+    p_dd_unit = dd_unit_p + (block * NV + j) * C + t
     row = start + (chunks - 1) * C + t
     if HAS_DO:
         p_do = do_p + batch * sob + h * soh + row[:, None] * sot + x[None, :]
@@ -82,7 +82,7 @@ def reverse(
                 dot *= 1.0 / tl.load(p_token)[None, :]
             dD = tl.dot(round_mantissa(dot, PREC), MT, dD, input_precision=PREC)
         d_size = largest(dD)
-        keep(p_dd, p_dd_unit, dD, d_size, m_v, True)
+        keep_tokens(p_dd, p_dd_unit, dD, m_v)
         if HAS_DO:
             d_size = tl.maximum(d_size, largest(dot))
         up, down = joint(size, d_size, OP)
@@ -97,7 +97,7 @@ def reverse(
         p_decay -= BK
         p_unit -= 2 * C
         p_token -= 3 * C
-        p_dd_unit -= NV
+        p_dd_unit -= NV * C
         if HAS_DO:
             p_do -= C * sot
         p_dd -= C * (HV * V)

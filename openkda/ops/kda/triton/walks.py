@@ -25,7 +25,7 @@ def walks_kernel(
 ):  # fmt: skip
     """One program a (direction, sequence, value head, block of BV value channels); the first `reverses` go backwards.
 
-    s, ds [HV, saves, V, BK] with a power of two each [HV, saves, NV], u, dd [B, T, HV, V] with one per chunk [HV, slots, NV]
+    s, ds [HV, saves, V, BK] with a power of two each [HV, saves, NV], u, dd [B, T, HV, V] with one per token [HV, slots, NV, C]
     in 16 bits; ds0 [sequences, HV, K, V]. With CHAIN backward sequence n is the members chain[n] .. chain[n + 1] - 1 of the
     pack, and the gradient of every member's last state is added on the way (`positions.py`).
     """
