@@ -64,8 +64,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, D] -> choice of every token. Counts them where balancing is on and the model trains."""
-        # In a backward pass this is activation checkpointing at work: these tokens were counted when they came first.
-        counting = self.balance_bins is not None and self.training and not _in_backward()
+        watching = self.balance_bins is not None and self.training
         routing = route(
             x,
             self.weight,
@@ -73,9 +72,11 @@ class Router(nn.Module):
             self.k,
             renormalize=self.renormalize,
             scale=self.scale,
-            with_cutoff=counting,
+            with_cutoff=watching,
         )
-        if counting:
+        # In a backward pass this is activation checkpointing at work: these tokens were counted when they came first. They are
+        # routed in the same call again: the first k of k + 1 and the first k may choose differently among equal scores.
+        if watching and not _in_backward():
             self._count(routing)
         return routing
 

@@ -12,7 +12,8 @@ def render(report: ModelReport, lengths: Sequence[int]) -> str:
     """Layers, parameters by kind, and state of one sequence at each of `lengths` tokens. Sizes in bytes."""
     total = report.total_parameters
     kinds = [(kind, f"{count:,}", f"{count / total:.1%}") for kind, count in report.parameters.items()]
-    kinds += [("total", f"{total:,}", ""), ("active a token", f"{report.active_parameters:,}", "")]
+    kinds += [("total", f"{total:,}", ""), ("of these in matrices", f"{report.matrix_parameters:,}", "")]
+    kinds += [("active a token", f"{report.active_parameters:,}", "")]
     states = [
         (f"{n:,}", f"{report.state_bytes(n):,}", f"{report.full_attention_bytes(n):,}",
          f"{report.full_attention_bytes(n) / report.state_bytes(n):.1f}x")
