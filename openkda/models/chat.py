@@ -84,6 +84,7 @@ def chat_segments(
     An image placeholder spelled in a message's text stays text: images come only from image parts.
     """
     _check_options(thinking_effort, tool_choice)
+    _check_messages(messages)
     images = iter(image_sizes)
     out: list[Segment] = []
     if tools:
@@ -134,11 +135,38 @@ _CHOICE: dict[str | None, str] = {
 _RAW_JSON = "Your response must be raw JSON data without markdown code blocks (```json) or any additional formatting."
 
 
+ANY_JSON = json.JSONDecoder(parse_int=len, parse_float=len)
+"""Tells what is JSON and of which kind; numbers keep their source text, so nobody computes one of a million digits."""
+
+
 def _check_options(effort: str | None, tool_choice: str | None) -> None:
     if effort is not None and effort not in EFFORTS:
         raise ValueError(f"thinking_effort: expected one of {', '.join(EFFORTS)} or None, received {effort!r}")
     if tool_choice not in (None, "auto", *_CHOICE):
         raise ValueError(f"tool_choice: expected 'auto', 'required', 'none' or None, received {tool_choice!r}")
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    """TypeError naming the first message that is no dictionary, or whose content or calls are not what they can be."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages: expected a list of dictionaries, received {type(messages).__name__}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"message {i}: expected a dictionary, received {type(message).__name__}")
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else ()
+        if content is not None and not isinstance(content, str | list | tuple):
+            raise TypeError(
+                f"message {i}: content: expected text, None or a list of parts, received {type(content).__name__}"
+            )
+        for field, items in (("content", parts), ("tool_calls", message.get("tool_calls") or ())):
+            if isinstance(items, str | bytes) or not all(isinstance(item, Mapping) for item in items):
+                raise TypeError(f"message {i}: {field}: expected a list of dictionaries, received {items!r:.60}")
+        texts = [("reasoning", message.get("reasoning_content") or message.get("reasoning"))]
+        texts += [("text", part.get("text", part)) for part in parts if part.get("type") == "text"]
+        for field, text in texts:
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"message {i}: {field}: expected a string, received {text!r:.60}")
 
 
 def _open(tag: str, **attributes: object) -> list[Segment]:
@@ -206,7 +234,7 @@ def _content(message: Message, images: Iterator[ImageSize]) -> list[Segment]:
     for part in content:
         kind = part.get("type")
         if kind == "text":
-            out += _text(part["text"])
+            out += _text(part["text"] or "")
         elif kind in IMAGE_PARTS:
             size = next(images, None)
             if size is None:
@@ -237,7 +265,7 @@ def _arguments(function: Message) -> list[Segment]:
     elif isinstance(arguments, str):
         try:
             typed = list(_members(arguments))
-        except json.JSONDecodeError:  # kept for the model to see: history may hold a call that it got wrong
+        except (json.JSONDecodeError, RecursionError):  # kept for the model to see: history may hold a wrong call
             return _element("json", _text(arguments), type="object")
     else:
         raise ValueError(f"tool arguments: expected an object or its JSON text, received {type(arguments).__name__}")
@@ -246,14 +274,13 @@ def _arguments(function: Message) -> list[Segment]:
 
 def _members(source: str) -> Iterator[tuple[str, str, str]]:
     """(key, type, text) of a JSON object's members; all but strings keep their source text, so 1e2 stays 1e2."""
-    if not isinstance(json.loads(source), dict):
+    if not isinstance(ANY_JSON.decode(source), dict):
         raise ValueError(f"tool arguments: expected a JSON object, received {source[:60]!r}")
-    decoder = json.JSONDecoder()
     at = _skip(source, source.index("{") + 1, "")
     while source[at] != "}":
-        key, at = decoder.raw_decode(source, at)
+        key, at = ANY_JSON.raw_decode(source, at)
         start = _skip(source, at, ":")
-        value, at = decoder.raw_decode(source, start)
+        value, at = ANY_JSON.raw_decode(source, start)
         yield key, _kind(value), value if isinstance(value, str) else source[start:at]
         at = _skip(source, at, ",")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from openkda.models.chat import CLOSE, END_OF_MESSAGE, OPEN, SEP
+from openkda.models.chat import ANY_JSON, CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 _HEADER = re.compile(r'(\w+)((?: \w+="[^"]*")*)')
 _ATTRIBUTE = re.compile(r' (\w+)="([^"]*)"')
@@ -134,7 +134,7 @@ def _member(argument: _Element) -> str:
         text = json.dumps(text, ensure_ascii=False)
     else:
         try:
-            json.loads(text)
-        except json.JSONDecodeError as error:
+            ANY_JSON.decode(text)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"reply: expected a JSON {argument.attributes['type']}, received {text[:40]!r}") from error
     return f"{json.dumps(argument.attributes['key'], ensure_ascii=False)}: {text}"

@@ -62,7 +62,8 @@ class TiktokenTokenizer:
 
     ranks: token bytes -> rank, the ranks 0..len-1 each once. special: offset above the ranks -> name; the other offsets
     below 256 are called `<|reserved_token_ID|>`. eos: name of the special token that ends a generation.
-    Raises ValueError for holes in the ranks or an unknown eos, ModuleNotFoundError without the tiktoken package.
+    Raises ValueError for holes in the ranks, a byte without a token or an unknown eos; ModuleNotFoundError without the
+    tiktoken package.
     """
 
     def __init__(
@@ -71,6 +72,9 @@ class TiktokenTokenizer:
         base = len(ranks)
         if sorted(ranks.values()) != list(range(base)):
             raise ValueError(f"ranks: expected 0..{base - 1} each once, received holes or repeats")
+        lacking = [i for i in range(256) if bytes([i]) not in ranks]
+        if lacking:  # tiktoken would end the process's thread at the first text with such a byte
+            raise ValueError(f"ranks: expected a token for each of the 256 bytes, missing {lacking[:5]}")
         bad = sorted(i for i in special if not 0 <= i < NUM_SPECIAL)
         if bad:
             raise ValueError(f"special: expected offsets in 0..{NUM_SPECIAL - 1}, received {bad}")

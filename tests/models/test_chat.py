@@ -265,6 +265,7 @@ def test_images() -> None:
         ('{ "a" : 1.50 , "b": {"c": [1, 2]} }', [("a", "number", "1.50"), ("b", "object", '{"c": [1, 2]}')]),
         ('{"a": "x\\n\\u00e9"}', [("a", "string", "x\né")]),
         ('{"a": 12345678901234567890123}', [("a", "number", "12345678901234567890123")]),
+        ('{"a": ' + "9" * 5000 + ', "b": 1e9999}', [("a", "number", "9" * 5000), ("b", "number", "1e9999")]),
         ({"a": 1, "b": [True, None]}, [("a", "number", "1"), ("b", "array", "[true, null]")]),
         ("{}", []),
         (" {} ", []),
@@ -312,3 +313,32 @@ def test_results_without_known_ids_keep_their_order_and_need_a_name() -> None:
 def test_bad_input(messages: list[dict[str, Any]], options: dict[str, Any], message_: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message_)):
         chat_segments(messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("messages", "want"),
+    [
+        (HELLO, "messages: expected a list of dictionaries, received dict"),
+        ("hello", "messages: expected a list of dictionaries, received str"),
+        ([HELLO, "hello"], "message 1: expected a dictionary, received str"),
+        ([{"role": "user", "content": 5}], "message 0: content: expected text, None or a list of parts, received int"),
+        ([{"role": "user", "content": ["x"]}], "message 0: content: expected a list of dictionaries"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 0: text: expected a string"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+            "message 0: text: expected a string, received 5",
+        ),
+        ([{"role": "assistant", "tool_calls": "x"}], "message 0: tool_calls: expected a list of dictionaries"),
+        ([{"role": "assistant", "reasoning_content": ["x"]}], "message 0: reasoning: expected a string"),
+    ],
+)
+def test_messages_of_another_type(messages: Any, want: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(want)):
+        chat_segments(messages)
+
+
+def test_arguments_that_nest_without_end_are_kept_as_they_came() -> None:
+    """They come from a model; one that ran away must not take the server with it."""
+    deep = '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}"
+    ask = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}]
+    assert deep in [s.text for s in chat_segments(ask)]

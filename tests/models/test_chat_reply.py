@@ -105,3 +105,12 @@ O, C, S = "!<|open|>", "!<|close|>", "!<|sep|>"
 def test_broken_replies(segments: tuple[str, ...], want: str) -> None:
     with pytest.raises(ValueError, match=want):
         parse_reply(TOKENIZER, ids_of(*segments))
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-1e9999", "0.1"])
+def test_numbers_keep_the_text_that_the_model_wrote(number: str) -> None:
+    head = (C, "think", S, O, "tools", S, O, 'call tool="f"', S, O, 'argument key="k" type="number"', S)
+    reply = parse_reply(TOKENIZER, ids_of(*head, number, C, "argument", S, C, "call", S, C, "tools", S))
+    assert reply.message["tool_calls"][0]["function"]["arguments"] == '{"k": ' + number + "}"
+    with pytest.raises(ValueError, match="expected a JSON number, received"):
+        parse_reply(TOKENIZER, ids_of(*head, "[" * 50_000, C, "argument", S, C, "call", S))

@@ -142,6 +142,8 @@ def test_bad_input(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         TiktokenTokenizer(RANKS, {2: "<|end_of_msg|>", 256: "x"})
     with pytest.raises(ValueError, match="256 different names"):
         TiktokenTokenizer(RANKS, {1: "a", 2: "a"})
+    with pytest.raises(ValueError, match=r"a token for each of the 256 bytes, missing \[97, 98"):
+        TiktokenTokenizer({bytes([i]): i for i in range(97)})
     (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": 1}}')
     with pytest.raises(ValueError, match="expected added_tokens_decoder"):
         load_tiktoken(folder)
