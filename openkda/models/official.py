@@ -100,17 +100,22 @@ def load_text_model(
 
 
 def is_published(directory: str | Path) -> bool:
-    """Whether a directory has a config.json in a published layout (another may be our own)."""
+    """Whether a directory has a config.json in a published layout (another may be our own), or is such a file."""
     try:
-        config = json.loads((Path(directory) / CONFIG).read_bytes())
+        config = json.loads(_config_file(directory).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and ("text_config" in config or "linear_attn_config" in config)
 
 
+def _config_file(directory: str | Path) -> Path:
+    path = Path(directory)
+    return path if path.is_file() else path / CONFIG
+
+
 def read_config(directory: str | Path) -> OfficialConfig:
-    """The translated config.json of a published checkpoint. Raises: FileNotFoundError or ValueError naming the file."""
-    path = Path(directory) / CONFIG
+    """The translated config.json of a published checkpoint, or that file. Raises: FileNotFoundError or ValueError naming it."""
+    path = _config_file(directory)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found")
     try:
@@ -162,7 +167,7 @@ def save_official(
     text = json.dumps(_with_dtype(to_published(official), model), indent=2, sort_keys=True) + "\n"
     values = _complete(model, state)
     if directory.exists() and not overwrite:
-        raise FileExistsError(f"{directory}: exists; overwrite=True replaces it")
+        raise FileExistsError(f"{directory}: exists; overwrite=True (--overwrite) replaces it")
     with whole_directory(directory, _is_checkpoint_file) as partial:
         _write_shards(values, partial, official, a_log)
         (partial / CONFIG).write_text(text)

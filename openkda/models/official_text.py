@@ -25,7 +25,7 @@ class Inventory:
 
 
 def inventory_of(model: str | Path) -> Inventory | None:
-    """Of a published preset or of a checkpoint directory in a published layout; None for anything else.
+    """Of a published preset, of a checkpoint directory in a published layout or of its config.json; None for anything else.
 
     Raises: FileNotFoundError or ValueError naming the file, for a directory in a published layout that cannot be read.
     """

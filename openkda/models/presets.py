@@ -10,6 +10,7 @@ from pathlib import Path
 
 from openkda.models.config import ModelConfig
 from openkda.models.field_types import parse_json
+from openkda.models.official_config import from_published
 
 
 def _every_fourth(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -142,7 +143,8 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def named_config(name: str) -> ModelConfig:
-    """The preset of that name, or what the config.json of that path says. ValueError for anything else."""
+    """The preset of that name, or what the config.json of that path says, ours or a published one (of its text model, experts
+    not packed). ValueError for anything else."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -154,4 +156,6 @@ def named_config(name: str) -> ModelConfig:
         raise ValueError(f"preset: expected the JSON of a model config, received {name} ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError(f"preset: expected the JSON of a model config, received {name}")
+    if "text_config" in fields or "linear_attn_config" in fields:
+        return from_published(fields).model.replace(vision=None, packed_experts=False)
     return ModelConfig.from_dict(fields)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from openkda.models.checkpoint import load_checkpoint, load_config, save_checkpoint
+from openkda.models.inspect import describe
 from openkda.models.make_checkpoint import make_checkpoint
 from openkda.models.official import is_published, load_official
+from openkda.models.official_config import to_published
+from openkda.models.official_names import official
 from openkda.models.official_text import inventory_of
 
 SIZES = {"layers": 4, "hidden": 64, "heads": 2, "head_dim": 16, "experts": 4, "vocab_size": 96}
@@ -37,6 +41,20 @@ def test_of_a_directory_and_of_something_else(tmp_path: Path) -> None:
     assert inventory_of("demo") is None and inventory_of(tmp_path) is None
     (tmp_path / "config.json").write_text('{"kda_num_heads": 2}')
     assert not is_published(tmp_path)
+
+
+def test_of_a_published_config_alone(tmp_path: Path) -> None:
+    """A config.json from the hub says what the model weighs before anything is downloaded."""
+    path = tmp_path / "config.json"
+    for name in ("kimi-k3", "kimi-linear-48b"):
+        path.write_text(json.dumps(to_published(official(name))))
+        got, want = inventory_of(path), inventory_of(name)
+        assert got is not None and want is not None and got.text == want.text
+        told, known = describe(path), describe(name)
+        assert (told.parameters, told.active_parameters) == (known.parameters, known.active_parameters)
+    path.write_text(json.dumps({**to_published(official("kimi-k3")), "zoom": 2}))
+    with pytest.raises(ValueError, match="unknown: zoom"):
+        describe(path)
 
 
 def test_published_directories_load_like_our_own(tmp_path: Path) -> None:
@@ -83,6 +101,6 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "--checkpoint", str(out), "--prompt", "def", "--max-new-tokens", "3") == 0
     capsys.readouterr()
     assert run("make-checkpoint", *options) != 0
-    assert "overwrite=True replaces it" in capsys.readouterr().err
+    assert "(--overwrite) replaces it" in capsys.readouterr().err
     assert run("make-checkpoint", "--out", str(tmp_path / "other"), "--hidden", "100") != 0
     assert "a multiple of 64" in capsys.readouterr().err and not (tmp_path / "other").exists()
