@@ -88,9 +88,9 @@ def test_gradients(pair: tuple[HybridLM, torch.nn.Module]) -> None:
     for logits in (ours(x).logits, other(input_ids=x).logits):
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
     grads = {n: p.grad for n, p in other.named_parameters() if p.grad is not None}
-    largest = max(g.abs().max().item() for g in grads.values())
+    largest = max(g.norm().item() for g in grads.values())
     for name, p in ours.named_parameters():
         want = their_gradient(name, grads).reshape(p.shape)
         assert p.grad is not None
-        gap = (p.grad - want).abs().max().item()
-        assert gap <= 1e-5 * largest and gap <= 1e-4 * max(want.abs().max().item(), 1e-3 * largest), name
+        # 1e-5 of each (seen: 8e-6), but of sums that cancel to a thousandth of the others (A_log) no more digits than those have.
+        assert (p.grad - want).norm() <= 1e-5 * max(want.norm().item(), 1e-2 * largest), name
