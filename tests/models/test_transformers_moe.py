@@ -92,5 +92,5 @@ def test_gradients(pair: tuple[HybridLM, torch.nn.Module]) -> None:
     for name, p in ours.named_parameters():
         want = their_gradient(name, grads).reshape(p.shape)
         assert p.grad is not None
-        # 1e-5 of each (seen: 8e-6), but of sums that cancel to a thousandth of the others (A_log) no more digits than those have.
+        # 1e-5 of each (seen: 8e-6); sums that cancel to a thousandth of the others (A_log) have no more digits than those.
         assert (p.grad - want).norm() <= 1e-5 * max(want.norm().item(), 1e-2 * largest), name
