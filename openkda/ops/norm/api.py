@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import Parameter
 
 from openkda.ops.device.api import Repeated, choose_module
 
@@ -94,8 +95,8 @@ def _check_float(name: str, t: Tensor) -> None:
 
 def _is_plain_on_cpu(x: Tensor, weight: Tensor) -> bool:
     """A valid call of `rms_norm` that torch's own norm answers: on a CPU, one dtype of at least 32 bits, so no cast inside."""
-    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and x.is_cpu and weight.is_cpu):
-        return False
+    if type(x) is not Tensor or type(weight) not in (Tensor, Parameter) or not (x.is_cpu and weight.is_cpu):
+        return False  # a subclass (DTensor, fake tensors) has rules for the reference's operators
     return x.dtype == weight.dtype and x.dtype in _WIDE and weight.dim() == 1 and weight.shape == x.shape[-1:]
 
 
