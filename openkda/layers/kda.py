@@ -130,7 +130,8 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
 
     def _step(self, x: Tensor, state: KDAState) -> tuple[Tensor, KDAState]:
         """One token for every sequence: x [N, 1, hidden_size]."""
-        plain = x.is_cuda or (type(x) is Tensor and not is_watched())  # a DTensor has rules for the ops, not for their sum
+        # A DTensor has rules for the ops, not for what is written out.
+        plain = x.is_cuda or (type(x) is Tensor and not is_watched())
         if state.slots is not None or (self.impl is None and plain):
             return self._fused_step(x, state)
         x = x[:, 0]
