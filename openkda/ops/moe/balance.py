@@ -53,6 +53,8 @@ def margin_histogram(
     Args: as in `quantile_bias`; bias: [E], the one that the cutoffs were taken with.
     Returns: [E, bins] int64. Integer sums: bit-equal in any order.
     """
+    if bins < 1:
+        raise ValueError(f"bins: expected at least 1, received {bins}")
     low, width = _range(bias, bins)
     place = ((cutoff.unsqueeze(-1) - scores - low) / width).long().clamp_(0, bins - 1)
     E = scores.shape[1]

@@ -107,3 +107,5 @@ def test_nothing_counted() -> None:
     assert torch.equal(histogram_bias(torch.zeros(2, 10, dtype=torch.int64), bias, 1), bias)
     with pytest.raises(ValueError, match="at least one counted token"):
         quantile_bias(torch.rand(3, 2), torch.rand(3), 1, mask=torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="bins: expected at least 1, received 0"):
+        margin_histogram(torch.rand(4, 3), torch.zeros(4), torch.zeros(3), bins=0)
