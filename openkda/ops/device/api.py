@@ -4,9 +4,11 @@ the choice between the implementations of a small op.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -17,6 +19,7 @@ from openkda.ops.device.calls import Repeated, are_plain, call_key, goes_direct,
 from openkda.ops.device.operators import define, derive, refuse_derivative
 
 __all__ = [
+    "GLUON_RELEASE",
     "Repeated",
     "are_plain",
     "call_key",
@@ -24,11 +27,16 @@ __all__ = [
     "define",
     "derive",
     "goes_direct",
+    "is_hopper",
     "is_watched",
     "refuse_derivative",
     "transform_refusals",
     "triton_refusals",
+    "triton_release",
 ]
+
+GLUON_RELEASE = "3.6"
+"""Gluon is experimental and moves between releases of Triton: its kernels run with this one alone."""
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -47,6 +55,20 @@ def triton_refusals(x: Tensor) -> list[str]:
     if x.dtype == torch.float64:
         reasons.append("float64 inputs")
     return reasons + transform_refusals()
+
+
+def triton_release() -> str:
+    """Its first two numbers, empty without it."""
+    try:
+        return ".".join(importlib.metadata.version("triton").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
+def is_hopper(index: int) -> bool:
+    """Whether CUDA device `index` runs the Gluon kernels."""
+    return triton_release() == GLUON_RELEASE and torch.cuda.get_device_capability(index) == (9, 0)
 
 
 def transform_refusals() -> list[str]:

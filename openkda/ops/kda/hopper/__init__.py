@@ -12,19 +12,19 @@ Error on bfloat16 inputs: 1.9e-3 of the output (bfloat16's own rounding is 1.7e-
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import GLUON_RELEASE as TRITON_RELEASE
 from openkda.ops.device.api import goes_direct, transform_refusals
+from openkda.ops.device.api import triton_release as _triton_release
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate
 
 __all__ = ["refusals", "run", "step"]
 
-TRITON_RELEASE = "3.6"
 HEAD = 128
 MAX_SEQUENCES = 1024
 """A pack's lengths are read as one vector by every program."""
@@ -89,13 +89,6 @@ def _device_refusals(device: torch.device) -> list[str]:
 def installed() -> bool:
     """Whether the Triton that these kernels are written for is there."""
     return _INSTALLED_RELEASE == TRITON_RELEASE
-
-
-def _triton_release() -> str:
-    try:
-        return ".".join(importlib.metadata.version("triton").split(".")[:2])
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 _INSTALLED_RELEASE = _triton_release()  # read once, and not where torch.compile would have to follow

@@ -21,10 +21,10 @@ from openkda.ops.triton.api import ceil_div, dense, launch, padded, steps_of, un
 
 CHUNK = 16
 EPS = 1e-6
-RECURRENT_UP_TO = 1
-"""Dense calls of at most this many tokens a sequence run token by token. Measured at H = 96 (us, token loop against chunks):
-4 tokens 15 / 20 at batch 1 but 230 / 139 at batch 32; 8 tokens 23 / 21. One number for every batch, so that the result of
-a sequence does not depend on its neighbours."""
+RECURRENT_UP_TO = 4
+"""Dense calls of at most this many tokens a sequence run token by token. Measured on an H200 at H = 96 (us in a graph, token
+loop / chunks), batch 1, 8, 32: 3 tokens 8.3 / 17.3, 47 / 57, 170 / 194; 4 tokens 9.8 / 17.3, 55 / 58, 199 / 194; 8 tokens
+15.8 / 17.4, 85 / 59, 309 / 199. One number for every batch, so that the result of a sequence does not depend on its neighbours."""
 WINDOW = 1 << 30
 """Elements of g per pass: longer dense calls go through the workspace (3.5 x 2 bytes an element) in several windows."""
 

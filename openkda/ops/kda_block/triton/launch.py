@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from openkda.ops.device.api import define
+from openkda.ops.kda_block import hopper
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState
 from openkda.ops.kda_block.triton.step import block_kernel
 from openkda.ops.triton.api import launch, padded, record, unit_stride
@@ -33,8 +34,12 @@ def _launch(
     BK, BV = padded(K), padded(V)
     q, k, v, g, og = (unit_stride(x) for x in (q, k, v, g, og))
     old, new = ((unit_stride(x[0]), *x[1:]) for x in (old, new))
-    if N:
-        tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots, *old, *new, states)
+    tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots)
+    if N and T == 1 and states is None and hopper.fits(y.device, K, V, N * H):
+        from openkda.ops.kda_block.hopper.launch import launch_one
+
+        launch_one(tensors, old, new, (bound, EPS, norm_eps, scale), gate, H)
+    elif N:
         steps = (
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:3], *beta.stride(), *og.stride()[:3],
             *old[0].stride()[:3], *old[1].stride(), *old[2].stride(), *old[3].stride(),
@@ -46,7 +51,7 @@ def _launch(
             states is not None, T == 1,
         )  # fmt: skip
         warps = 4 if BK * BV <= MOST_FOR_4_WARPS else 8
-        launch(block_kernel, N * H, tensors, steps, numbers, constants, warps, y.device)
+        launch(block_kernel, N * H, (*tensors, *old, *new, states), steps, numbers, constants, warps, y.device)
     return y
 
 
