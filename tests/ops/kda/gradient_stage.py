@@ -58,12 +58,12 @@ def make(
     A_log, dt = (0.3 * rand(HV), 0.3 * rand(HV, K)) if parameters else (None, None)
     d, wide, both = torch.zeros(HV, slots, 2, 64, 64), torch.zeros(HV, slots, 3, 64, BK), rand(HV, slots, BK)
     norm, rows = torch.zeros(HV, tiles, 3, 16), rand(2, B, T, HV)
-    unit = torch.tensor([2.0**-9, 2.0**-7, 2.0**-8, 2.0**-6]).expand(HV, slots, BK // 64, 4).contiguous()
+    unit = torch.tensor([2.0**2, 2.0**-7, 2.0**-8, 2.0**-6]).expand(HV, slots, BK // 64, 4).contiguous()
     for _, s, e, slot in _spans(T, B, cu, 64):
         n = e - s
         d[:, slot, 0, :n, :n], d[:, slot, 1, :n, :n] = rand(HV, n, n).tril(), rand(HV, n, n).tril(-1)
         wide[:, slot, :, :n, :K] = 3.0 * rand(HV, 3, n, K)
-    d, wide = (512.0 * d).half(), torch.stack([(wide[:, :, i] / unit[0, 0, 0, i + 1]).half() for i in range(3)], 2)
+    d, wide = (0.25 * d).half(), torch.stack([(wide[:, :, i] / unit[0, 0, 0, i + 1]).half() for i in range(3)], 2)
     nq, nk = (x.float().square().sum(-1).add(1e-6).rsqrt().repeat_interleave(HV // H, 2) for x in (q, k))
     for b, s, e, tile in _spans(T, B, cu, 16):
         norm[:, tile, 0, : e - s], norm[:, tile, 1, : e - s] = nk[b, s:e].T, nq[b, s:e].T

@@ -42,6 +42,14 @@ def _ex2(x):
 
 
 @gluon.jit
+def _ex2_neg(x):
+    """2^-x; written as x's negation outside, it costs an instruction an element."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def _rcp(x):
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -95,9 +103,20 @@ def _tiles(s):
 
 
 @gluon.jit
+def _wide(x):
+    """float32 of 16 bits; of bfloat16 in the two instructions a pair that the compiler takes three for."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
 def _tile(s, t):
     """Tile t as float32 [channels, 16 tokens]."""
-    return s.index(t).permute((1, 0)).load(MM).to(gl.float32)
+    return _wide(s.index(t).permute((1, 0)).load(MM))
 
 
 @gluon.jit
@@ -163,14 +182,14 @@ def _write(p, s, stride, left, first, CHANNELS: gl.constexpr):
 
 
 @gluon.jit
-def _gate(z, dt, rate, bound, GATE: gl.constexpr):
+def _gate(z, dt, real, rate, bound, GATE: gl.constexpr):
     """Log2 decay of a raw gate input and its bias; and for `_gate_gradient` the sigmoid of a bounded gate, else the decay."""
     if GATE == BOUNDED:
         c = -rate * LOG2E
-        s = _rcp(_ex2(z * c + dt * c) + 1.0)
+        s = _rcp(_ex2(gl.where(real, z * c + dt * c, 1e4)) + 1.0)
         return s * (bound * LOG2E), s
     elif GATE == SOFTPLUS:
-        z += dt
+        z = gl.where(real, z + dt, -1e30)
         # log1p(e) by Kahan's quotient: w - 1 is what the rounding of 1 + e kept. A plain log loses the slow decays.
         e = _ex2(gl.maximum(z, -z) * -LOG2E)
         w = e + 1.0
@@ -183,7 +202,7 @@ def _gate(z, dt, rate, bound, GATE: gl.constexpr):
 
 
 @gluon.jit
-def _gate_gradient(dg, z, dt, s, rate, bound, unit, GATE: gl.constexpr):
+def _gate_gradient(dg, z, dt, real, s, rate, bound, unit, GATE: gl.constexpr):
     """(gradient of the raw gate input, of A_log per element) from that of the natural log decay. Of a bounded gate the second
     lacks dt times the first."""
     if GATE == BOUNDED:
@@ -192,6 +211,7 @@ def _gate_gradient(dg, z, dt, s, rate, bound, unit, GATE: gl.constexpr):
     else:
         dg = gl.where(s <= FORGOTTEN, 0.0, dg * unit)
         if GATE == SOFTPLUS:
+            dg = gl.where(real, dg, 0.0)
             return dg * (-rate * _rcp(_ex2((z + dt) * -LOG2E) + 1.0)), dg * (s * LN2)
         else:
             return dg, dg
@@ -212,18 +232,14 @@ def _level_table(M_s, A_s, at: gl.constexpr, n: gl.constexpr):
 
 
 @gluon.jit
-def _inside_bounded(q, k, up, down, M_s, A_s, t, zero):
-    """Pairs inside tile t: (dq, dk, dP), all at once; 16 tokens of a bounded gate stay in float32's range."""
-    kd = _tf32(k * down)
+def _inside_bounded(qn, kn, kd, M_s, A_s, t, zero):
+    """Pairs inside tile t, all at once, from rows decayed from the tile's start and columns by as much the other way: 16
+    tokens of a bounded gate stay in float32's range. What rows get (q, k) and what columns get, their own decay pending."""
     a = mma_v2(_a32(kd), _b32(_forth(M_s, t, t)), zero, input_precision="tf32")
     e = mma_v2(_a32(kd), _b32(_forth(A_s, t, t)), zero, input_precision="tf32")
-    qu = _tf32(q * up)
-    dP = qu * a
-    c = mma_v2(_a32(qu), _b32(_back(M_s, t, t)), zero, input_precision="tf32")
-    ku = _tf32(k * up)
-    dP += ku * e
-    c = mma_v2(_a32(ku), _b32(_back(A_s, t, t)), c, input_precision="tf32")
-    return a * up, e * up + c * down, dP - kd * c
+    c = mma_v2(_a32(qn), _b32(_back(M_s, t, t)), zero, input_precision="tf32")
+    c = mma_v2(_a32(kn), _b32(_back(A_s, t, t)), c, input_precision="tf32")
+    return a, e, c
 
 
 @gluon.jit

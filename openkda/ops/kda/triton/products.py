@@ -143,7 +143,8 @@ def _pairs(
     dA = tl.where(t[:, None] > t[None, :], -dA, 0.0)
     p = d_p + block * 8192 + t[:, None] * 64 + t[None, :]
     if UNITS:
-        up, down = power_of_two(tl.max(tl.max(tl.maximum(tl.abs(dM), tl.abs(dA)), axis=1), axis=0), 14)
+        # Below 2, as hopper/gradients.py wants it: there a decay the other way may be 2^115.
+        up, down = power_of_two(tl.max(tl.max(tl.maximum(tl.abs(dM), tl.abs(dA)), axis=1), axis=0), 0)
         dM *= up
         dA *= up
         for part in tl.static_range(0, BK // BS):
