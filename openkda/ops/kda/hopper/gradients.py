@@ -202,7 +202,7 @@ def gradients_kernel(
         _level_table(M_s, A_s, 9, 2)
         _level_table(M_s, A_s, 12, 1)
     ddt = _folded(zero)
-    dA = ddt
+    dA = _folded(gl.zeros([64, 16], gl.float32, MM))
     for turn in range(4):
         t = 3 - turn
         z = _tile(z_s, t)
@@ -231,7 +231,7 @@ def gradients_kernel(
             k_row = kn.to(gl.float32)
         # Rows of pairs with earlier tiles, and what the entering state says.
         b = zero
-        c = zero
+        c = gl.zeros([64, 16], gl.float32, MM)
         past = none
         for back in range(t):
             o = t - 1 - back
