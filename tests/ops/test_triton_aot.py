@@ -245,21 +245,23 @@ def glu_launches() -> list[Launch]:
     return launches
 
 
-def expert_launches(packed: bool) -> list[Launch]:
-    """A decoding step and, packed, a prefill of Kimi K3."""
+def expert_launches(packed: bool, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+    """Decoding steps and, packed, a prefill of Kimi K3."""
     from openkda.ops.moe.triton import expert_launch as host
 
     E, D, inner, k, i64, f32 = 896, 3584, 3072, 16, torch.int64, torch.float32
 
     def matrix(out: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not packed:
-            return empty(E, out, width), None
+            return empty(E, out, width, dtype=dtype), None
         return empty(E, out, width // 2, dtype=torch.uint8), empty(E, out, width // 32, dtype=torch.uint8)
 
     matrices = (*matrix(inner, D), *matrix(inner, D), *matrix(D, inner))
     with recorded() as launches:
-        for T in (1, 8192) if packed else (1,):
-            host.experts(empty(T, D), empty(T, k, dtype=i64), empty(T, k, dtype=f32), *matrices, 1, 4.0, 25.0)
+        for T in (1, 1024, 8192):
+            host.experts(
+                empty(T, D, dtype=dtype), empty(T, k, dtype=i64), empty(T, k, dtype=f32), *matrices, 1, 4.0, 25.0
+            )
         host.combine(empty(32, D), empty(2, 16, dtype=f32), empty(32, dtype=i64), torch.bfloat16)
         host.route(empty(4, 7168), empty(E, 7168), empty(E, dtype=f32), k, True, 1.0)
     return launches
@@ -309,6 +311,8 @@ WIDE: dict[str, Callable[[], list[Launch]]] = {
     "wide-heads": lambda: kda_launches(size=256),
     "wide-block": lambda: block_launches(K=256),
     "nine-sources": nine_sources,
+    "wide-experts": lambda: expert_launches(False, torch.float32),
+    "wide-packed-experts": lambda: expert_launches(True, torch.float32),
 }
 UNEVEN: dict[str, Callable[[], list[Launch]]] = {
     "kda": lambda: kda_launches(size=96, values=40, heads=6, positions=True),

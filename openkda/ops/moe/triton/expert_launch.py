@@ -18,9 +18,14 @@ STEP = 128
 64 columns: narrower ones are read wrongly on Hopper (Triton 3.6)."""
 
 
-def tile_of(pairs: int, experts: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps: by the rows that an expert gets."""
-    return (16, 64, 4) if pairs <= 32 * experts else (128, 64, 8)
+def tile_of(pairs: int, experts: int, wide: bool, packed: bool) -> tuple[int, int, int]:
+    """Rows and columns of a program's tile, and its warps: by the rows that an expert gets. wide: float32."""
+    # H200, 32 experts of 1024 x 1024, microseconds by tile, packed: 1 token (16, 32) 20, (16, 64) 30; 256 tokens (64, 64) 118,
+    # (32, 64) 129, (16, 64) 171; 8,192 tokens (128, 64) 1329, (64, 64) 1481. Plain: 256 tokens (32, 64) 86, (16, 64) 100.
+    each = pairs // experts
+    if wide or each <= 8:
+        return 16, 32, 4
+    return (32 if not packed else 64 if each <= 64 else 128), 64, (8 if packed and each > 64 else 4)
 
 
 def order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -52,9 +57,10 @@ def experts(
     if P == 0:
         return out.zero_()
     pair, ends = order(experts, E)
-    bm, bn, warps = tile_of(P, E)
+    wide = x.element_size() > 2
+    bm, bn, warps = tile_of(P, E, wide, s1 is not None)
     tiles = min(E, P) + P // bm  # no more, wherever the tokens go
-    tail = (bm, bn, STEP, padded(E), s1 is not None)
+    tail = (bm, bn, STEP // 2 if wide else STEP, padded(E), s1 is not None)
     hidden, y = x.new_empty(P, inner), x.new_empty(P, D)
     matrices = [None if w is None else w.contiguous() for w in (w1, s1, w3, s3)]
     columns = ceil_div(inner, bn)
