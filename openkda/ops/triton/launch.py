@@ -107,14 +107,16 @@ def _hooks() -> tuple[Any, Any]:
 class Tape:
     """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device."""
 
-    __slots__ = ("_fresh", "_index", "_inner", "_launches")
+    __slots__ = ("_empty", "_fresh", "_index", "_inner", "_launches")
 
-    def __init__(self, launches: list[Any], fresh: list[Any], inner: list[tuple[int, int]], index: int) -> None:
-        self._launches, self._fresh, self._inner, self._index = launches, fresh, inner, index
+    def __init__(self, launches: list[Any], made: Sequence[Tensor], inner: list[tuple[int, int]], device: Any) -> None:
+        self._launches, self._inner, self._index = launches, inner, device.index
+        self._fresh: list[tuple[Any, ...]] = [(t.shape, t.stride(), t.dtype) for t in made]
+        self._empty = _allocator(device)
 
     def shape_result(self, place: int, shape: tuple[int, ...]) -> None:
         """Gives a tensor that the call makes another shape of as many elements."""
-        self._fresh[place] = (shape, *self._fresh[place][1:])
+        self._fresh[place] = (shape, torch.empty(shape, device="meta").stride(), self._fresh[place][2])
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor] | None:
         """The tensors that the call makes, in the order of `record`; None where this call must go the long way: an unaligned
@@ -129,7 +131,7 @@ class Tape:
                 bits |= a
         if bits & 15:
             return None
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._fresh]
+        made = [self._empty(*fresh) for fresh in self._fresh]
         at += [t.data_ptr() for t in made]
         at += [at[place] + offset for place, offset in self._inner]
         at.append(None)
@@ -144,6 +146,15 @@ class Tape:
                 found = (*described, *found[len(encoded) :])
             run(*grid, stream, function, *metadata, None, enter, leave, *found, *rest)
         return made
+
+
+def _allocator(device: torch.device) -> Callable[..., Tensor]:
+    """(shape, strides, dtype) -> fresh memory on the current device, by torch.compile's own function where there is one: on a
+    CPU it takes 0.4 us and torch.empty 2.2."""
+    quick: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if device.type == "cuda" and quick is not None and torch.version.hip is None:
+        return quick
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 @contextmanager
@@ -188,7 +199,7 @@ def record(
         played.append((bare[0], one.ready.function, metadata, one.grid, encoded, places, one.rest))
     none = len(memory) + len(inner)
     picked = [(*head, itemgetter(*(none if p < 0 else p for p in places)), rest) for *head, places, rest in played]
-    return made, Tape(picked, [(t.shape, t.dtype, t.device) for t in made], list(inner), device.index)
+    return made, Tape(picked, made, list(inner), device)
 
 
 def _find(

@@ -215,8 +215,10 @@ def test_a_repeated_call_hands_over_what_the_first_did(
     from openkda.ops.kda.call import CALLS
 
     made: list[torch.Tensor] = []
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])  # type: ignore[func-returns-value]
+    for make in ("empty", "empty_strided"):
+        plain = getattr(torch, make)
+        kept_one = lambda *a, plain=plain, **k: made.append(plain(*a, **k)) or made[-1]  # noqa: E731
+        monkeypatch.setattr(torch, make, kept_one)
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encoded)
     monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
     monkeypatch.setattr(device_calls, "KEY_ANY_DEVICE", True)
