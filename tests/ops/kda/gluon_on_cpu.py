@@ -167,7 +167,7 @@ def _asm(code: str, constraints: str, args: list[Value], **options: Any) -> Valu
     if name == "shl":  # of two bfloat16 to the upper half of a float32 each
         return Value(x.float())
     if "neg.f32" in code:
-        return Value(torch.exp2(-x))
+        return Value(torch.exp2(-x.abs() if "abs.f32" in code else -x))
     return Value({"ex2": torch.exp2, "rcp": torch.reciprocal, "lg2": torch.log2}[name](x))
 
 

@@ -50,6 +50,15 @@ def _ex2_neg(x):
 
 
 @gluon.jit
+def _ex2_neg_abs(x):
+    """2^-|x|."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=gl.float32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _rcp(x):
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -189,12 +198,11 @@ def _gate(z, dt, real, rate, bound, GATE: gl.constexpr):
         s = _rcp(_ex2(gl.where(real, z * c + dt * c, 1e4)) + 1.0)
         return s * (bound * LOG2E), s
     elif GATE == SOFTPLUS:
-        z = gl.where(real, z + dt, -1e30)
-        # log1p(e) by Kahan's quotient: w - 1 is what the rounding of 1 + e kept. A plain log loses the slow decays.
-        e = _ex2(gl.maximum(z, -z) * -LOG2E)
-        w = e + 1.0
-        log1p = gl.where(w == 1.0, e, _lg2(w) * LN2 * (e * _rcp(w - 1.0)))
-        g = gl.maximum((gl.maximum(z, 0.0) + log1p) * -(rate * LOG2E), FORGOTTEN)
+        # log2(1 + e) would lose what is small beside the 1: two terms of its series there, good to 2^-21
+        x = gl.where(real, z * LOG2E + dt * LOG2E, -1e30)
+        e = _ex2_neg_abs(x)
+        more = gl.where(e < 0.0009765625, e * (LOG2E - 0.5 * LOG2E * e), _lg2(1.0 + e))
+        g = gl.maximum((gl.maximum(x, 0.0) + more) * -rate, FORGOTTEN)
         return g, g
     else:
         g = gl.maximum((z + dt) * LOG2E, FORGOTTEN)
@@ -212,7 +220,7 @@ def _gate_gradient(dg, z, dt, real, s, rate, bound, unit, GATE: gl.constexpr):
         dg = gl.where(s <= FORGOTTEN, 0.0, dg * unit)
         if GATE == SOFTPLUS:
             dg = gl.where(real, dg, 0.0)
-            return dg * (-rate * _rcp(_ex2((z + dt) * -LOG2E) + 1.0)), dg * (s * LN2)
+            return dg * (-rate * _rcp(_ex2_neg(z * LOG2E + dt * LOG2E) + 1.0)), dg * (s * LN2)
         else:
             return dg, dg
 
