@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
 
     The weight follows the model's dtype: published checkpoints store every norm of this kind in bfloat16 (of the norms, o_norm
     alone is float32), and it multiplies what is already cast to that dtype.
-    Under autocast a float32 result is cast to autocast's dtype: matrices read it, and each of the six of a KDA layer would make
+    Under autocast the result has autocast's dtype: matrices read it, and each of the six of a KDA layer would make
     a copy of its own, and a float32 gradient for the sum of six.
     """
 
@@ -28,9 +28,7 @@ class RMSNorm(nn.Module):
         fill_constant(self.weight, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = rms_norm(x, self.weight, self.eps)
-        dtype = autocast_dtype(y)
-        return y if dtype is None else y.to(dtype)
+        return rms_norm(x, self.weight, self.eps, dtype=autocast_dtype(x))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

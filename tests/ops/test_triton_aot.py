@@ -199,10 +199,11 @@ def norm_launches() -> list[Launch]:
 
     with recorded() as launches:
         x, w = empty(8192, 7168), empty(7168, dtype=torch.float32)
-        launch.norm(x, None, w, 1e-5)
-        launch.norm_gradient(x, x, None, w, 1e-5)
+        for wide in (x, empty(8192, 7168, dtype=torch.float32)):
+            launch.norm(wide, None, w, 1e-5, torch.bfloat16)
+            launch.norm_gradient(x, wide, None, w, 1e-5)
         x, w = empty(8192, 96, 128), empty(128, dtype=torch.float32)
-        launch.norm(x, x, w, 1e-5)
+        launch.norm(x, x, w, 1e-5, torch.bfloat16)
         launch.norm_gradient(x, x, x, w, 1e-5)
     return launches
 

@@ -36,23 +36,30 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def rms_norm(
-    x: Float[Tensor, "... D"], weight: Float[Tensor, " D"], eps: float, *, impl: str | None = None
+    x: Float[Tensor, "... D"],
+    weight: Float[Tensor, " D"],
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
 ) -> Float[Tensor, "... D"]:
     """Root-mean-square norm over the last axis: normalised in float32, cast to x.dtype, then times weight.
 
     Args:
         x: [..., D], any float dtype. weight: [D], float32 or x.dtype. eps: added to the mean square.
-        impl: a name out of IMPLEMENTATIONS; None chooses.
-    Returns: [..., D] in x.dtype. Raises: ValueError or TypeError, showing expected and received.
+        dtype: of the result, cast once more at the end; None: x.dtype. impl: a name out of IMPLEMENTATIONS; None chooses.
+    Returns: [..., D]. Raises: ValueError or TypeError, showing expected and received.
     """
     if impl is None and _is_plain_on_cpu(x, weight) and 0 <= eps < math.inf:
-        return F.rms_norm(x, weight.shape, weight, eps)  # the bits of the reference, without the way there
-    key, again = CALLS.look((x, None, weight), ("plain", eps, impl))
-    y = None if again is None else again((x, None, weight))
-    if y is not None:
-        return y
+        y = F.rms_norm(x, weight.shape, weight, eps)  # the bits of the reference, without the way there
+        return y if dtype is None else y.to(dtype)
+    key, again = CALLS.look((x, None, weight), ("plain", eps, impl, dtype))
+    done = None if again is None else again((x, None, weight))
+    if done is not None:
+        return done
     seen = CALLS.seen(key)
-    return CALLS.module(key, lambda: _checked(x, (), weight, eps, impl)).rms_norm(x, weight, eps, seen)
+    module = CALLS.module(key, lambda: _checked(x, (), weight, eps, impl))
+    return module.rms_norm(x, weight, eps, x.dtype if dtype is None else dtype, seen)
 
 
 def gated_rms_norm(

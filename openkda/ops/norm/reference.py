@@ -16,9 +16,9 @@ def _normalised(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, key: object) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, key: object) -> Tensor:
     """See `api.rms_norm`."""
-    return (_normalised(x, eps).to(x.dtype) * weight).to(x.dtype)
+    return (_normalised(x, eps).to(x.dtype) * weight).to(x.dtype).to(dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, key: object) -> Tensor:

@@ -98,3 +98,29 @@ def test_refusals() -> None:
         api.rms_norm(x, w, -1.0)
     with pytest.raises(ValueError, match=r"impl: expected one of .*received 'fast'"):
         api.rms_norm(x, w, 1e-5, impl="fast")
+
+
+def check_result_dtype(device: str) -> None:
+    """Cast at the end, the bits of casting afterwards; and the gradients of that."""
+    gen = torch.Generator().manual_seed(0)
+    x, w, d = (torch.randn(s, generator=gen).to(device) for s in ((7, 5, 48), (48,), (7, 5, 48)))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        leaves = [[t.clone().requires_grad_() for t in (x, w)] for _ in "ab"]
+        got, want = rms_norm(*leaves[0], 1e-5, dtype=dtype), rms_norm(*leaves[1], 1e-5).to(dtype)
+        assert got.dtype == dtype and torch.equal(got, want)
+        pairs = zip(
+            *(torch.autograd.grad(y, l, d.to(dtype)) for y, l in ((got, leaves[0]), (want, leaves[1]))), strict=True
+        )
+        assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in pairs)
+        with torch.no_grad():
+            assert all(torch.equal(rms_norm(x, w, 1e-5, dtype=dtype), want) for _ in range(3))
+
+
+def test_result_dtype() -> None:
+    check_result_dtype("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_result_dtype_on_a_gpu() -> None:
+    check_result_dtype("cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from openkda.ops.device.api import goes_direct, triton_refusals
@@ -18,19 +19,21 @@ def refusals(x: Tensor) -> list[str]:
     return reasons
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, key: Any) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, key: Any) -> Tensor:
     """See `api.rms_norm`. key: of a call that looks like an earlier one."""
-    return _norm(x, None, weight, eps, key)
+    return _norm(x, None, weight, eps, dtype, key)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, key: Any) -> Tensor:
     """See `api.gated_rms_norm`."""
-    return _norm(x, gate, weight, eps, key)
+    return _norm(x, gate, weight, eps, x.dtype, key)
 
 
-def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, key: Any) -> Tensor:
+def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, key: Any) -> Tensor:
     from openkda.ops.norm.triton import launch
 
     if not goes_direct(x, gate, weight):
-        return launch.norm_op(x, gate, weight, eps)
-    return launch.norm(x, gate, weight, eps) if key is None else launch.norm_recorded(x, gate, weight, eps, key)
+        return launch.norm_op(x, gate, weight, eps, dtype)
+    if key is None:
+        return launch.norm(x, gate, weight, eps, dtype)
+    return launch.norm_recorded(x, gate, weight, eps, dtype, key)

@@ -16,12 +16,12 @@ PROGRAMS = 1024
 """Partial sums of the weight's gradient: enough programs to fill any card, few enough to add in no time."""
 
 
-def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """y in x's dtype; see `openkda/ops/norm/api.py`."""
+def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """y in `dtype`; see `openkda/ops/norm/api.py`."""
     D = x.shape[-1]
     flat = _rows(x)
     gates = flat if gate is None else _rows(gate)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     rows = flat.shape[0]
     if rows and D:
         BD, R, warps = _tile(D)
@@ -30,9 +30,9 @@ def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def norm_recorded(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, key: Any) -> Tensor:
+def norm_recorded(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, key: Any) -> Tensor:
     """`norm`; from now on calls of this key repeat its launch."""
-    made, tape = record(lambda: (norm(x, gate, weight, eps),), (x, gate, weight), x.device)
+    made, tape = record(lambda: (norm(x, gate, weight, eps, dtype),), (x, gate, weight), x.device)
     if tape is not None:
 
         def again(tensors: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -77,8 +77,8 @@ def _tile(D: int) -> tuple[int, int, int]:
     return BD, max(1, 2048 // BD), 4 if BD <= 4096 else 8
 
 
-def _fake_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _fake_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def _fake_gradient(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -89,7 +89,9 @@ def _fake_gradient(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, e
     )
 
 
-norm_op = define("rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps) -> Tensor", norm, _fake_norm)
+norm_op = define(
+    "rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps, ScalarType dtype) -> Tensor", norm, _fake_norm
+)
 backward_op = define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? gate, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
     norm_gradient,
@@ -98,14 +100,14 @@ backward_op = define(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, gate, weight, ctx.eps = inputs
+    x, gate, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(x, gate, weight)
 
 
 def _derive(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, gate, weight = ctx.saved_tensors
     dx, dgate, dw = backward_op(dy, x, gate, weight, ctx.eps)
-    return dx, None if gate is None else dgate, dw, None
+    return dx, None if gate is None else dgate, dw, None, None
 
 
 derive(norm_op, _derive, _save)
