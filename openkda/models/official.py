@@ -365,6 +365,6 @@ def _with_dtype(config: dict[str, Any], model: torch.nn.Module) -> dict[str, Any
     """config.json with the dtype that the matrices have."""
     name = str(next(p.dtype for p in model.parameters() if p.dim() == 2)).removeprefix("torch.")
     for part in (config, config.get("text_config", {})):
-        if "dtype" in part:
+        if part.get("dtype") is not None:
             part["dtype"] = name
     return config

@@ -19,8 +19,8 @@ from openkda.models.official_keys import (
     FIXED,
     FRESH_TEXT,
     FRESH_TOP,
+    INERT,
     INERT_PREFIXES,
-    INERT_TEXT,
     INERT_TOP,
     QUANTIZATION,
     RENAMED,
@@ -41,6 +41,7 @@ class OfficialConfig:
     kind: Kind
     inert_text: dict[str, Any] = field(default_factory=lambda: dict(FRESH_TEXT))
     inert_top: dict[str, Any] = field(default_factory=lambda: dict(FRESH_TOP))
+    inert_vision: dict[str, Any] = field(default_factory=lambda: dict(VISION_FIXED))
 
     @property
     def prefix(self) -> str:
@@ -64,16 +65,17 @@ def from_published(config: dict[str, Any]) -> OfficialConfig:
         )
     fields = _text_fields(text, faults)
     inert_top: dict[str, Any] = {}
+    inert_vision: dict[str, Any] = {}
     if kind == "kimi_k3":
         inert_top = _top(config, text, faults)
-        fields["vision"] = _vision(config, text, faults)
+        fields["vision"], inert_vision = _vision(config, text, faults)
     known = {*SAME, "num_key_value_heads", "linear_attn_config", "vision_config"}
     # An optional feature written as off stays written as off.
     inert = {k: v for k, v in text.items() if k not in known or (SAME.get(k) == "" and (v is None or v is False))}
-    expected = {*SAME, *FIXED, *INERT_TEXT, "quantization_config"}
-    faults.unknown += [k for k in inert if k not in expected and not k.startswith(INERT_PREFIXES)]
+    expected = {*SAME, *FIXED, "quantization_config"}
+    faults.unknown += [k for k in inert if k not in expected and not _is_inert(k)]
     faults.check()
-    return OfficialConfig(ModelConfig(**fields), kind, inert, inert_top)
+    return OfficialConfig(ModelConfig(**fields), kind, inert, inert_top, inert_vision)
 
 
 def to_published(official: OfficialConfig) -> dict[str, Any]:
@@ -116,17 +118,19 @@ def to_published(official: OfficialConfig) -> dict[str, Any]:
     if official.kind == "kimi_linear":
         return text
     assert c.vision is not None
-    vision = {**VISION_FIXED, "mm_hidden_size": c.vision.hidden_size, "text_hidden_size": c.hidden_size}
+    vision = {**official.inert_vision, "mm_hidden_size": c.vision.hidden_size, "text_hidden_size": c.hidden_size}
     for published, ours in VISION.items():
         value = getattr(c.vision, ours)
         vision[published] = list(value) if isinstance(value, tuple) else value
-    return {
-        **official.inert_top,
-        "media_placeholder_token_id": c.vision.placeholder_id,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "text_config": text,
-        "vision_config": vision,
-    }
+    top = {**official.inert_top, "media_placeholder_token_id": c.vision.placeholder_id}
+    if "tie_word_embeddings" in top:  # it repeats the text model's
+        top["tie_word_embeddings"] = c.tie_word_embeddings
+    return {**top, "text_config": text, "vision_config": vision}
+
+
+def _is_inert(key: str) -> bool:
+    """Whether a key chooses nothing in whichever part of the file it stands: transformers writes most of them into each."""
+    return key in INERT or key.startswith(INERT_PREFIXES)
 
 
 class _Faults:
@@ -162,6 +166,7 @@ def _text_fields(text: dict[str, Any], faults: _Faults) -> dict[str, Any]:
         else:
             fields[ours] = faults.need(linear, published, f"linear_attn_config.{published}")
     faults.unknown += [f"linear_attn_config.{k}" for k in linear if k not in RENAMED]
+    faults.need(text, "mla_use_nope", "mla_use_nope")  # without it the published code would rotate
     for key, values in {**FIXED, "num_key_value_heads": (text.get("num_attention_heads"),)}.items():
         if key in text and text[key] not in values:
             faults.contradictory.append(f"{key}: expected {' or '.join(map(repr, values))}, found {text[key]!r}")
@@ -186,33 +191,35 @@ def _differences(found: Any, wanted: Any, at: str) -> list[str]:
 
 def _top(config: dict[str, Any], text: dict[str, Any], faults: _Faults) -> dict[str, Any]:
     """Keys beside text_config and vision_config that choose nothing; those that repeat a text key must agree with it."""
-    known = ("text_config", "vision_config", "media_placeholder_token_id", "tie_word_embeddings")
+    known = ("text_config", "vision_config", "media_placeholder_token_id")
     for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config and key in text and config[key] != text[key]:
             faults.contradictory.append(f"{key}: {config[key]!r} at the top, {text[key]!r} in text_config")
     if config.get("model_type", "kimi_k3") != "kimi_k3":
         faults.contradictory.append(f"model_type: expected 'kimi_k3', found {config['model_type']!r}")
-    faults.unknown += [k for k in config if k not in known and k not in INERT_TOP]
-    return {k: v for k, v in config.items() if k in INERT_TOP}
+    inert = {k: v for k, v in config.items() if k not in known}
+    faults.unknown += [k for k in inert if k not in INERT_TOP and not _is_inert(k)]
+    return inert
 
 
-def _vision(config: dict[str, Any], text: dict[str, Any], faults: _Faults) -> VisionConfig | None:
+def _vision(
+    config: dict[str, Any], text: dict[str, Any], faults: _Faults
+) -> tuple[VisionConfig | None, dict[str, Any]]:
+    """The tower's config (None with faults), and its keys that choose nothing."""
     vision = faults.need(config, "vision_config", "vision_config")
     if not isinstance(vision, dict):
         if "vision_config" in config:
             faults.contradictory.append(
                 f"vision_config: expected a JSON object beside text_config, found {vision!r:.80}"
             )
-        return None
+        return None, {}
     fields = {ours: faults.need(vision, key, f"vision_config.{key}") for key, ours in VISION.items()}
     fields["placeholder_id"] = faults.need(config, "media_placeholder_token_id", "media_placeholder_token_id")
-    wanted = {
-        **VISION_FIXED,
-        "mm_hidden_size": vision.get("vt_hidden_size"),
-        "text_hidden_size": text.get("hidden_size"),
-    }
-    for key, value in wanted.items():
+    sizes = {"mm_hidden_size": vision.get("vt_hidden_size"), "text_hidden_size": text.get("hidden_size")}
+    for key, value in {**VISION_FIXED, **sizes}.items():
         if key in vision and vision[key] != value and key != "_attn_implementation":
             faults.contradictory.append(f"vision_config.{key}: expected {value!r}, found {vision[key]!r}")
-    faults.unknown += [f"vision_config.{k}" for k in vision if k not in VISION and k not in wanted]
-    return None if faults.missing else VisionConfig(**fields)
+    inert = {k: v for k, v in vision.items() if k not in VISION and k not in sizes}
+    known = {*VISION_FIXED, "model_type"}
+    faults.unknown += [f"vision_config.{k}" for k in inert if k not in known and not _is_inert(k)]
+    return None if faults.missing else VisionConfig(**fields), inert

@@ -60,8 +60,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "num_nextn_predict_layers": (0,),
 }
 
-# Text keys that choose nothing in the architecture: identity, ids, and the defaults of generation.
-INERT_TEXT = frozenset(
+# Keys of any part that choose nothing in the architecture: identity, ids, and what transformers writes into every config. The
+# rotary ones among them turn nothing in a model without position encoding.
+INERT = frozenset(
     """_name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids
     begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
     diversity_penalty do_sample dtype early_stopping eos_token_id finetuning_task forced_bos_token_id
@@ -69,16 +70,13 @@ INERT_TEXT = frozenset(
     max_position_embeddings min_length model_max_length no_repeat_ngram_size num_beam_groups num_beams
     num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
     problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    rope_scaling rope_theta sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    rope_parameters rope_scaling rope_theta sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
     use_bfloat16 use_cache""".split()  # noqa: SIM905 (a word list reads better)
 )
 INERT_PREFIXES = ("encoder_no_repeat_", "exponential_decay_")
 
-INERT_TOP = frozenset(
-    """architectures auto_map bos_token_id dtype eos_token_id ignore_index image_placeholder model_type pad_token_id
-    torch_dtype transformers_version""".split()  # noqa: SIM905
-)
+INERT_TOP = frozenset(("ignore_index", "image_placeholder", "model_type", "tie_word_embeddings"))
 
 # What a file written from a `ModelConfig` says beside it.
 FRESH_TEXT: dict[str, Any] = {
@@ -108,6 +106,7 @@ FRESH_TOP: dict[str, Any] = {
     "pad_token_id": 163839,
     "ignore_index": -100,
     "image_placeholder": "<|kimi_image_placeholder|>",
+    "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
 

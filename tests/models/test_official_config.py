@@ -128,6 +128,40 @@ def test_faults_of_the_multimodal_file() -> None:
         from_published({"model_type": "llama"})
 
 
+def test_a_file_written_by_transformers_5() -> None:
+    """As the public 0.4 B miniature of Kimi K3 has it: its boilerplate in every part, rotary keys beside mla_use_nope, no lower
+    bound of the gate, no attention implementation. Such a file was refused for keys that choose nothing."""
+    boilerplate = {
+        "_name_or_path": "", "architectures": None, "chunk_size_feed_forward": 0, "dtype": None, "id2label": {"0": "LABEL_0"},
+        "is_encoder_decoder": False, "label2id": {"LABEL_0": 0}, "output_attentions": False, "output_hidden_states": False,
+        "problem_type": None, "return_dict": True,
+    }  # fmt: skip
+    config = to_published(official("kimi-k3"))
+    del config["tie_word_embeddings"], config["vision_config"]["_attn_implementation"]
+    del config["text_config"]["linear_attn_config"]["gate_lower_bound"]
+    config |= {"use_cache": False, "transformers_version": "5.15.0.dev0", "auto_map": {"AutoConfig": "x.Y"}}
+    config["text_config"] |= {
+        **boilerplate,
+        "rope_theta": 1e4,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    config["vision_config"] |= {**boilerplate, "model_type": ""}
+    got = from_published(config)
+    assert got.model.gate_lower_bound is None and got.model.use_full_rank_gate
+    assert to_published(got) == config
+    for part in (config, config["text_config"], config["vision_config"]):
+        part["zoom"] = 1
+    with pytest.raises(ValueError, match=r"unknown: zoom, vision_config\.zoom, zoom"):
+        from_published(config)
+
+
+def test_a_model_that_would_rotate_is_refused() -> None:
+    config = to_published(official("kimi-linear-48b"))
+    del config["mla_use_nope"]
+    with pytest.raises(ValueError, match="missing: mla_use_nope"):
+        from_published(config)
+
+
 @pytest.mark.parametrize(
     "path, value",
     [
