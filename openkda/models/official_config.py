@@ -60,9 +60,10 @@ def from_published(config: dict[str, Any]) -> OfficialConfig:
     text = config["text_config"] if kind == "kimi_k3" else config
     faults = _Faults()
     if not isinstance(text, dict) or not isinstance(text.get("linear_attn_config"), dict):
-        raise ValueError(
-            "config.json: expected a JSON object with `linear_attn_config` (not a Kimi Linear or Kimi K3 model?)"
-        )
+        why = "not a Kimi Linear or Kimi K3 model?"
+        if isinstance(text, dict) and "linear_num_heads" in text:
+            why = "saved by transformers' own kimi_linear, whose keys and tensor names differ from the published ones"
+        raise ValueError(f"config.json: expected a JSON object with `linear_attn_config` ({why})")
     fields = _text_fields(text, faults)
     inert_top: dict[str, Any] = {}
     inert_vision: dict[str, Any] = {}

@@ -126,6 +126,8 @@ def test_faults_of_the_multimodal_file() -> None:
             from_published({**good, "vision_config": value})
     with pytest.raises(ValueError, match="not a Kimi Linear or Kimi K3 model"):
         from_published({"model_type": "llama"})
+    with pytest.raises(ValueError, match="saved by transformers' own kimi_linear"):
+        from_published({"model_type": "kimi_linear", "linear_num_heads": 2, "layer_types": ["linear_attention"]})
 
 
 def test_a_file_written_by_transformers_5() -> None:
