@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from openkda.ops.kda.hopper import installed
-from openkda.ops.kda.triton.launch import Args
+from openkda.ops.kda.triton.launch import Args, Limited
 from openkda.ops.triton.api import launch, padded, steps_of
 
 REGISTERS = 168  # a thread: three programs of four warps an SM
@@ -29,17 +27,7 @@ def fits(a: Args) -> bool:
     )
 
 
-class _Limited:
-    """A kernel compiled for at most so many registers a thread."""
-
-    def __init__(self, kernel: Any, registers: int) -> None:
-        self.kernel, self.registers = kernel, registers
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **options: self.kernel[grid](*arguments, maxnreg=self.registers, **options)
-
-
-_kernel: _Limited | None = None
+_kernel: Limited | None = None
 
 
 def launch_gradients(
@@ -51,7 +39,7 @@ def launch_gradients(
     if _kernel is None:  # Gluon is imported by those who use it
         from openkda.ops.kda.hopper.gradients import gradients_kernel
 
-        _kernel = _Limited(gradients_kernel, REGISTERS)
+        _kernel = Limited(gradients_kernel, REGISTERS)
     B, T, H, HV, K, _ = a.sizes
     BK = max(64, padded(K))
     launch(

@@ -42,8 +42,8 @@ class Limited:
 
 
 PREPARE = Limited(prepare_kernel, 168)
-"""Twelve warps a processor instead of nine, for 12 (softplus 22) spill instructions. H200, H = 96, T = 8192, of the backward, ms:
-211 registers 0.99 (softplus 1.42), 168 0.91 (1.27), 144 1.04 (1.32), 128 1.14 (1.30)."""
+"""Twelve warps a processor instead of nine, for 12 (softplus 22) spill instructions. H200, H = 96, T = 8192, of the backward,
+ms: 211 registers 0.99 (softplus 1.42), 168 0.91 (1.27), 144 1.04 (1.32), 128 1.14 (1.30)."""
 
 
 @dataclass(slots=True)

@@ -63,16 +63,23 @@ def _token_factor(p, real, eps, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.co
 
 
 @triton.jit
-def _bounded_level(k, q, P, bound, C: tl.constexpr, PREC: tl.constexpr):
+def _bounded_level(k, q, P, bound, C: tl.constexpr, PREC: tl.constexpr, ROUND: tl.constexpr):
     """All pairs inside tiles of 16 at once: |P - middle| <= 40, so both factors fit float32. The middle is a constant."""
     t = tl.arange(0, C)
     middle = bound * (8.0 * LOG2E)
     up = tl.exp2(P - middle)
     down = tl.exp2(middle - P)
-    kc = tl.trans(k * down)
+    kc = k * down
+    ku = k * up
+    qu = q * up
+    if ROUND:  # the tensor core cuts off, which does not average out
+        kc = round_mantissa(kc, PREC)
+        ku = round_mantissa(ku, PREC)
+        qu = round_mantissa(qu, PREC)
+    kc = tl.trans(kc)
     tile = t[:, None] // 16 == t[None, :] // 16
-    A = tl.where(tile & (t[:, None] > t[None, :]), tl.dot(k * up, kc, input_precision=PREC), 0.0)
-    M = tl.where(tile & (t[:, None] >= t[None, :]), tl.dot(q * up, kc, input_precision=PREC), 0.0)
+    A = tl.where(tile & (t[:, None] > t[None, :]), tl.dot(ku, kc, input_precision=PREC), 0.0)
+    M = tl.where(tile & (t[:, None] >= t[None, :]), tl.dot(qu, kc, input_precision=PREC), 0.0)
     return A, M, up * tl.exp2(middle), down, -middle
 
 
@@ -153,16 +160,25 @@ def _invert(A, C: tl.constexpr, PREC: tl.constexpr):
     return W
 
 
+REST = tl.constexpr(2.0**11)
+
+
 @triton.jit
 def _through_T(X, x_p, out_p, block, C: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, OP: tl.constexpr):
-    """X [C, C] times a chunk's kd or ke. X in full: for keys of nearly one direction its rows take differences of theirs."""
+    """X [C, C] times a chunk's kd or ke, neither rounded: for keys of nearly one direction the rows of X take differences of
+    theirs (dv off by 3.7e-3 with rounded ones, 1.4e-3 so). In 16 bits x_p holds the rounded ones, and out_p, where the product
+    goes, what rounding took from them, times REST."""
     t = tl.arange(0, C)
     high = X.to(OP)
     low = (X - high.to(tl.float32)).to(OP)
     for c0 in tl.range(0, BK, BC, num_stages=1):
         at = block * (C * BK) + t[:, None] * BK + (c0 + tl.arange(0, BC))[None, :]
         x = tl.load(x_p + at)
-        out = tl.dot(high, x, tl.dot(low, x)) if tl.float16 == OP else tl.dot(X, x, input_precision="tf32x3")
+        if tl.float16 == OP:
+            out = tl.dot(high, tl.load(out_p + at)) * (1.0 / REST)
+            out = tl.dot(high, x, tl.dot(low, x, out))
+        else:
+            out = tl.dot(X, x, input_precision="tf32x3")
         tl.store(out_p + at, out.to(OP))
 
 
@@ -244,7 +260,7 @@ def prepare_kernel(
         R = tl.sum(tl.where(last[None, :, None], P3, 0.0), axis=1)
         P = tl.reshape(P3, [C, BC])
         if GATE == GATE_BOUNDED:
-            A1, M1, near, down, shift = _bounded_level(k, q, P, bound, C, INNER_PREC)
+            A1, M1, near, down, shift = _bounded_level(k, q, P, bound, C, INNER_PREC, WALK)
             far = tl.reshape(tl.reshape(down, [NB, 16, BC]) * tl.exp2(R + shift)[:, None, :], [C, BC])
         else:
             A1, M1 = _first_levels(k, q, g, P, C, BC, OP, PREC)
@@ -258,9 +274,14 @@ def prepare_kernel(
                 A += A1
                 M += M1
         at = block * (C * BK) + t[:, None] * BK + c[None, :]
-        tl.store(kd_p + at, (k * near).to(OP))
+        kd = k * near
+        ke = k * far
+        tl.store(kd_p + at, kd.to(OP))
         tl.store(qd_p + at, (q * near).to(OP))
-        tl.store(ke_p + at, (k * far).to(OP))
+        tl.store(ke_p + at, ke.to(OP))
+        if WALK and tl.float16 == OP:
+            tl.store(w_p + at, ((kd - kd.to(OP).to(tl.float32)) * REST).to(OP))
+            tl.store(y_p + at, ((ke - ke.to(OP).to(tl.float32)) * REST).to(OP))
         tl.store(decay_p + block * BK + c, tl.exp2(tl.sum(R, axis=0)))
 
     A = A * beta[:, None]
