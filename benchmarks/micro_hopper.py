@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/micro_hopper.py [roles]
 
 Prints: cycles of a dependent register-A WGMMA, in bf16 and fp16, n = 64 and 128; microseconds a 64-token step of
-each role alone (factors, state) with the other role replaced by a stub that only signals; a TMA-fed empty step.
+each role of the fused kernel with the others replaced by stubs that only signal; a TMA-fed empty step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openkda.ops.kda.hopper import launch
-from openkda.ops.kda.hopper.chains import turns
-from openkda.ops.kda.hopper.forward import _allocate, factor_partition, state_partition
+from openkda.ops.kda.hopper.chains import announce, chain, field, receive, turns
+from openkda.ops.kda.hopper.forward import GATES, STATES, allocate
+from openkda.ops.kda.hopper.fused_factors import gate_partition, next_stage, score_partition
+from openkda.ops.kda.hopper.fused_state import fused_state_partition
 
 
 @gluon.jit
@@ -71,61 +73,120 @@ def empty_steps(q_desc, k_desc, g_desc, v_desc, out_ptr, chunks, STAGES: gl.cons
 
 
 @gluon.jit
-def state_stub(ops, bars, chunks):
-    _, kq_ready, kh_ready, kh_free, tm_ready, free = bars
-    for c in range(chunks):
-        mbarrier.wait(kh_ready.index(c & 1), (c >> 1) & 1)
-        mbarrier.arrive(kh_free.index(c & 1), count=2)
-        mbarrier.wait(kq_ready.index(0), c & 1)
-        mbarrier.wait(tm_ready.index(0), c & 1)
-        mbarrier.arrive(free.index(0), count=2)
+def gate_stub(bars, places, chains, HV, T):
+    ready, hand_free, free = bars[1], bars[2], bars[3]
+    ticket = gl.program_id(0)
+    length = 0
+    turn = 0
+    st = 0
+    phase = 0
+    i = 0
+    while length >= 0:
+        entry = chain(0, ticket, chains, HV, T, gl.constexpr(False), gl.constexpr(16))
+        announce(entry, places, turn)
+        turn += 1
+        ticket += gl.num_programs(0)
+        length = field(entry, 3)
+        for _ in range((length + 63) // 64):
+            mbarrier.wait(hand_free.index(i & 1), ((i >> 1) & 1) ^ 1)
+            mbarrier.wait(free.index(st), phase ^ 1)
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(st), count=1)
+            st, phase = next_stage(st, phase)
+            i += 1
 
 
 @gluon.jit
-def no_work(chunks):
-    pass
+def score_stub(bars, places):
+    ready, kq_ready, lm_ready, hand_free = bars
+    turn = 0
+    length = 0
+    st = 0
+    phase = 0
+    i = 0
+    while length >= 0:
+        length = receive(places, turn)[3]
+        turn += 1
+        for _ in range((length + 63) // 64):
+            mbarrier.wait(ready.index(st), phase)
+            gl.thread_barrier()
+            mbarrier.arrive(kq_ready.index(st), count=1)
+            mbarrier.arrive(hand_free.index(i & 1), count=1)
+            mbarrier.arrive(lm_ready.index(st), count=1)
+            st, phase = next_stage(st, phase)
+            i += 1
 
 
 @gluon.jit
-def factor_stub(bars, chunks):
-    _, _, kq_ready, kh_ready, kh_free, tm_ready, free = bars
-    for c in range(chunks):
-        mbarrier.wait(kh_free.index(c & 1), ((c >> 1) & 1) ^ 1)
-        mbarrier.arrive(kh_ready.index(c & 1), count=1)
-        mbarrier.wait(free.index(0), (c & 1) ^ 1)
-        mbarrier.arrive(kq_ready.index(0), count=1)
-        mbarrier.arrive(tm_ready.index(0), count=1)
+def state_stub(bars, places):
+    kq_ready, lm_ready, free = bars[0], bars[1], bars[4]
+    turn = 0
+    length = 0
+    st = 0
+    phase = 0
+    while length >= 0:
+        length = receive(places, turn)[3]
+        turn += 1
+        for _ in range((length + 63) // 64):
+            mbarrier.wait(kq_ready.index(st), phase)
+            mbarrier.wait(lm_ready.index(st), phase)
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(st), count=1)
+            st, phase = next_stage(st, phase)
 
 
 @gluon.jit
-def role_kernel(
-    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, T, HV, scale, bound,
-    STATE: gl.constexpr,
-):  # fmt: skip
-    """One role of the forward at work, the other signalling only."""
-    hv = gl.program_id(0)
-    raw, values, work, ops, fbars, sb0, sb1 = _allocate()
-    if STATE:
-        gl.warp_specialize(
-            [
-                (factor_stub, (fbars, T // 64)),
-                (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[0], ops, sb0, 0, T, 0, hv, HV,
-                                   0, gl.constexpr(0), gl.constexpr(False))),
-                (state_partition, (v_desc, o_desc, o_ptr, o_ptr, o_ptr, values[1], ops, sb1, 0, T, 0, hv, HV,
-                                   1, gl.constexpr(0), gl.constexpr(False))),
-            ],
-            [4, 4], [168, 168],
-        )  # fmt: skip
+def gates(
+    descs, beta_ptr, a_log_ptr, dt_ptr, stages, dec_s, hand, c2_s, bars, places, T, HV, scale, bound, REAL: gl.constexpr
+):
+    if REAL:
+        gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, c2_s, bars, places, HV, T, 1, HV,
+                       scale, bound, gl.constexpr(False), gl.constexpr(16))  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (factor_partition, (q_desc, k_desc, g_desc, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, raw, work, ops, fbars,
-                                    turns(), HV, T, 1, HV, scale, bound, gl.constexpr(False), gl.constexpr(16))),
-                (state_stub, (ops, sb0, T // 64)),
-                (no_work, (T,)),
-            ],
-            [4, 4], [168, 168],
-        )  # fmt: skip
+        gate_stub(bars, places, HV, HV, T)
+
+
+@gluon.jit
+def scores(stages, hand, la_s, bars, places, REAL: gl.constexpr):
+    if REAL:
+        score_partition(stages, hand, la_s, bars, places)
+    else:
+        score_stub(bars, places)
+
+
+@gluon.jit
+def states(
+    v_desc, o_desc, o_ptr, st_ptr, values, stages, others, bars, places, HV, half: gl.constexpr, REAL: gl.constexpr
+):
+    if REAL:
+        fused_state_partition(v_desc, o_desc, o_ptr, st_ptr, st_ptr, values, stages, others, bars, places, HV, half,
+                              gl.constexpr(1), gl.constexpr(True))  # fmt: skip
+    else:
+        state_stub(bars, places)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def role_kernel(
+    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, st_ptr, T, HV, scale, bound,
+    WITH_GATES: gl.constexpr, WITH_SCORES: gl.constexpr, WITH_STATES: gl.constexpr,
+):  # fmt: skip
+    """Some roles of the fused forward at work, the others signalling only."""
+    stages, hand, c2_s, others, values, bars = allocate()
+    places = turns(3)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (scores, (stages, hand, others[2], bars[1], places, WITH_SCORES)),
+            (gates, ((q_desc, k_desc, g_desc), beta_ptr, a_log_ptr, dt_ptr, stages, others[0], hand, c2_s, bars[0], places, T,
+                     HV, scale, bound, WITH_GATES)),
+            (states, (v_desc, o_desc, o_ptr, st_ptr, values[0], stages, others, bars[2], places, HV, gl.constexpr(0),
+                      WITH_STATES)),
+            (states, (v_desc, o_desc, o_ptr, st_ptr, values[1], stages, others, bars[2], places, HV, gl.constexpr(1),
+                      WITH_STATES)),
+        ],
+        [4, 4, 4],
+        [GATES, STATES, STATES],
+    )  # fmt: skip
 
 
 def ms(fn):
@@ -157,16 +218,17 @@ def main():
     rows = [launch._tiles(x, [64, 128], launch._ROWS) for x in (q, k, g, v)]
     half = [launch._tiles(x, [64, 64], launch._HALF) for x in (v, o)]
     out = torch.empty(256, device="cuda")
-    tail = (o, beta, a_log, dt, t, h, 0.088, -5.0)
+    st = torch.zeros(h, 128, 128, device="cuda")
+    tail = (o, beta, a_log, dt, st, t, h, 0.088, -5.0)
     for heads in (96, 12):
-        for st in (2, 3):
-            x = ms(partial(empty_steps[(heads,)], *rows, out, t // 64, st, num_warps=4))
+        for stages in (2, 3):
+            x = ms(partial(empty_steps[(heads,)], *rows, out, t // 64, stages, num_warps=4))
             rate = heads * t * 1024 / x / 1e9
-            print(f"empty step, {st} stages, {heads} heads: {x * 1e3 / (t // 64):.2f} us, {rate:.2f} TB/s")
-        for state in (False, True):
-            x = ms(partial(role_kernel[(heads,)], *rows[:3], *half, *tail, state, num_warps=4))
-            name = "state" if state else "factors"
-            print(f"{name} alone, {heads} heads: {x:.3f} ms, {x * 1e3 / (t // 64):.2f} us a step", flush=True)
+            print(f"empty step, {stages} stages, {heads} heads: {x * 1e3 / (t // 64):.2f} us, {rate:.2f} TB/s")
+    alone = {"gates": (1, 0, 0), "scores": (0, 1, 0), "states": (0, 0, 1), "gates and scores": (1, 1, 0)}
+    for name, roles in alone.items():
+        x = ms(partial(role_kernel[(h,)], *rows[:3], *half, *tail, *map(bool, roles), num_warps=4))
+        print(f"{name} alone, {h} heads: {x:.3f} ms, {x * 1e3 / (t // 64):.2f} us a step", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ SMS = 132
 
 
 @pytest.mark.parametrize(
-    "tokens, sequences, heads, schedule",
-    [(8192, 1, 96, "two_pass"), (1024, 8, 96, "two_pass"), (8192, 1, 64, "two_pass"), (8192, 1, 32, "two_pass"),
-     (32768, 1, 32, "two_pass"), (8192, 1, 24, "two_pass"), (65536, 1, 16, ("segments", 8)),
-     (65536, 1, 12, ("segments", 11)), (8192, 1, 12, ("segments", 5)), (4096, 1, 12, ("segments", 5))],
+    "tokens, sequences, heads, packed, schedule",
+    [(8192, 1, 96, False, "two_pass"), (8192, 8, 96, True, "fused"), (8192, 6, 96, True, "fused"),
+     (8192, 8, 64, True, "fused"), (8192, 1, 64, False, "two_pass"), (8192, 1, 32, False, "two_pass"),
+     (32768, 1, 32, False, "two_pass"), (8192, 1, 24, False, "two_pass"), (65536, 1, 16, False, ("segments", 8)),
+     (65536, 1, 12, False, ("segments", 11)), (8192, 1, 12, False, ("segments", 5)), (4096, 1, 12, False, ("segments", 5))],
 )  # fmt: skip
-def test_the_fastest_measured_schedule_runs(tokens: int, sequences: int, heads: int, schedule: Any) -> None:
-    assert choose(tokens, sequences, heads, False, SMS) == schedule
+def test_the_fastest_measured_schedule_runs(
+    tokens: int, sequences: int, heads: int, packed: bool, schedule: Any
+) -> None:
+    assert choose(tokens, sequences, heads, packed, SMS) == schedule
 
 
 def test_every_choice_can_run() -> None:
@@ -86,7 +89,6 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
         "kda_prepare_kernel",
         "kda_ends_kernel",
         "kda_scan_kernel",
-        "kda_scan_pack_kernel",
         "kda_ranks_kernel",
         "kda_forward_kernel",
         "merge_segments_kernel",

@@ -80,21 +80,21 @@ def chain(ranks_ptr, ticket, chains, HV, T, VARLEN: gl.constexpr, NP: gl.constex
 
 
 @gluon.jit
-def field(x, i: gl.constexpr, L: gl.constexpr = LENTRY):
+def field(x, i: gl.constexpr):
     """Element i of four as a scalar."""
-    return gl.sum(gl.where(gl.arange(0, 4, layout=L) == i, x, 0), axis=0)
+    return gl.sum(gl.where(gl.arange(0, 4, layout=LENTRY) == i, x, 0), axis=0)
 
 
 @gluon.jit
-def turns():
-    """Where chains are announced: two entries with their barriers."""
+def turns(readers: gl.constexpr):
+    """Where chains are announced to `readers` roles: two entries with their barriers."""
     next_s = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT1)
-    return next_s, barriers(2, 1), barriers(2, 2)
+    return next_s, barriers(2, 1), barriers(2, readers)
 
 
 @gluon.jit
 def announce(entry, places, turn):
-    """Puts a chain where the states read it, once they have read the one before the last."""
+    """Puts a chain where the others read it, once they have read the one before the last."""
     next_s, full, free = places
     mbarrier.wait(free.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     next_s.index(turn & 1).store(entry)
@@ -111,21 +111,3 @@ def receive(places, turn):
     gl.thread_barrier()
     mbarrier.arrive(free.index(turn & 1), count=1)
     return field(entry, 0), field(entry, 1), field(entry, 2), field(entry, 3)
-
-
-@gluon.jit
-def walking_state(
-    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, places, HV,
-    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, partition: gl.constexpr,
-):  # fmt: skip
-    """Carries the state of one announced chain after the other, each by `partition`."""
-    turn = 0
-    before = 0
-    length = 0
-    while length >= 0:
-        seq, hv, row0, length = receive(places, turn)
-        turn += 1
-        if length >= 0:
-            partition(v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, seq, hv, HV, half,
-                      STATE_IN, STATE_OUT, before)  # fmt: skip
-        before += (length + 63) // 64

@@ -140,6 +140,13 @@ def _rsqrt(x):
 
 
 @gluon.jit
+def _load_beta(beta_ptr, row0, n, hv, HV):
+    """Raw write strengths of a chunk; -inf past the end, where the sigmoid is zero."""
+    i = gl.arange(0, 64, layout=F1)
+    return gl.load(beta_ptr + (row0 + i).to(gl.int64) * HV + hv, mask=i < n, other=float("-inf"))
+
+
+@gluon.jit
 def _scaled(x, f):
     """x * f in fp16, two at a time."""
     x, f = gl.broadcast(x, f)
@@ -226,10 +233,9 @@ def _row(t, tile, i: gl.constexpr):
 
 
 @gluon.jit
-def _tile_factors(t_s, xb_s, fk_s, ck_s, e1_s):
-    """Per-channel factors from a tile's own anchor to the chunk's (fk, ck) or tile 1's (xb), and over tile 1 (e1); returns
-    the chunk's decay."""
-    t = t_s.load(FR)
+def _tile_factors(t, xb_s, fk_s, ck_s, e1_s):
+    """From tile sums t: per-channel factors from a tile's own anchor to the chunk's (fk, ck) or tile 1's (xb), and over tile 1
+    (e1); returns the chunk's decay."""
     tile = gl.arange(0, 4, layout=gl.SliceLayout(1, FR))[:, None]
     t0, t1, t2, t3 = _row(t, tile, 0), _row(t, tile, 1), _row(t, tile, 2), _row(t, tile, 3)
     before = gl.where(tile == 0, 0.0, gl.where(tile == 1, t0, gl.where(tile == 2, t0 + t1, t0 + t1 + t2)))
@@ -257,8 +263,8 @@ def _to_chunk_end(col, ck_s, s):
 
 
 @gluon.jit
-def _columns(g_s, k_s, rk, kc_s, kh_s, ck_s, WITH_KH: gl.constexpr):
-    """Keys scaled to the end of their tile go to kc_s, and scaled to the end of the chunk to kh_s."""
+def _columns(g_s, k_s, rk, kc_s):
+    """Keys scaled to the end of their tile."""
     for s in range(2):
         g16 = _half_view(g_s)._reinterpret(gl.float16, [2, 64, W], S64).index(s).load(LB).reshape([4, 16, W])
         g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
@@ -266,8 +272,6 @@ def _columns(g_s, k_s, rk, kc_s, kh_s, ck_s, WITH_KH: gl.constexpr):
         k = _rows(k_s._reinterpret(gl.bfloat16, [2, 64, W], S64).index(s), 0, W)
         col = (k * rk[:, :, None] * _ex2(hs)).to(gl.float16)
         kc_s._reinterpret(gl.float16, [2, 64, W], S64).index(s).store(_flat(col))
-        if WITH_KH:
-            kh_s._reinterpret(gl.float16, [2, 64, W], S64).index(s).store(_to_chunk_end(col, ck_s, s))
 
 
 @gluon.jit
@@ -459,16 +463,3 @@ def _store_m(m_s, halves, far):
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2))[:, None]
     m_s.slice(0, 32, dim=1).store(gl.where(row < 32, halves, far))
     m_s.slice(32, 32, dim=1).store(gl.where(row < 32, 0.0, halves).to(gl.float16))
-
-
-@gluon.jit
-def _scores_to_operands(acc, b_s, m_s, tt_s, scratch):
-    """Masks the scores, writes M, inverts and writes T = (1 + beta L)^-1 beta. scratch: four [64, 32] buffers."""
-    low, m = _masked(acc, b_s)
-    _store_m(m_s, m[0], m[1])
-    lt_s = scratch.index(0)._reinterpret(gl.float32, [16, 4, 16], FLAT2)
-    xp_s = scratch.index(3)._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
-    _invert_tiles(low[0], lt_s, xp_s.index(0))
-    gl.thread_barrier()
-    th, far = _merge_tiles(low[1], low[2], xp_s.index(0), xp_s.index(1), scratch.index(1), scratch.index(2))
-    _store_t(tt_s, th, far, b_s)

@@ -23,7 +23,6 @@ from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.merge import merge_segments_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
 from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
-from openkda.ops.kda.hopper.scan_pack import kda_scan_pack_kernel
 from openkda.ops.kda.hopper.schedule import (
     CHUNK,
     SLOT_BYTES,
@@ -240,14 +239,6 @@ def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Te
     split = is_split(n * hv, _sm_count(p.index))
     block = [CHUNK, 64]
     decay = w.decay
-    if cu is not None and not split:
-        _launch(
-            kda_scan_pack_kernel, (min(n * hv, _sm_count(p.index)), 1),
-            (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
-            (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st), (hv,), (n * hv,),
-            (0 if s0 is None else 1, st is not None, padded_count(n)), p.index,
-        )  # fmt: skip
-        return
     _launch(
         kda_scan_kernel, (n * hv * (2 if split else 1), 1),
         (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),

@@ -26,6 +26,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _ex2,
     _gates,
     _invert_tiles,
+    _load_beta,
     _masked,
     _merge_tiles,
     _rcp,
@@ -38,7 +39,6 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _tile_factors,
     barriers,
 )
-from openkda.ops.kda.hopper.forward import _load_beta
 
 
 @gluon.jit
@@ -129,9 +129,9 @@ def _prepare_chunk(
         _clean(q_s, n, 0.0)
     rq = scale * _rsqrt(_square_norm(q_s) + 1e-6)
     rk = _rsqrt(_square_norm(k_s) + 1e-6)
-    dec = _tile_factors(t_s, xb_s, fk_s, ck_s, e1_s)
+    dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
-    _columns(g_s, k_s, rk, kc_s, kc_s, ck_s, gl.constexpr(False))
+    _columns(g_s, k_s, rk, kc_s)
     # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
     acc = _scores((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
     _rescale_columns(kc_s, ck_s)

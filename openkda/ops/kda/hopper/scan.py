@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from openkda.ops.kda.hopper.chains import LENTRY, field
 from openkda.ops.kda.hopper.factors import FLAT1, S64, _clean, barriers
-from openkda.ops.kda.hopper.forward import (  # fmt: skip
+from openkda.ops.kda.hopper.state import (  # fmt: skip
     A_S,
     A_T,
     ACC_S,
@@ -58,7 +58,7 @@ def operand_barriers(users: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr, before=0,
+    x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """One warp that keeps two chunks of operands in flight; without OUTPUT neither Qt nor M."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
@@ -68,8 +68,8 @@ def load_partition(
     t_q = tt_s._reinterpret(gl.float16, [8, 32, 32], S64)
     m_q = m_s._reinterpret(gl.float16, [8, 32, 32], S64)
     for c in range(chunks):
-        st = (before + c) & 1
-        used = (((before + c) >> 1) & 1) ^ 1
+        st = c & 1
+        used = ((c >> 1) & 1) ^ 1
         ws = (slot0 + c) * HV + hv
         row = ws * 192
         dec = gl.load(dec_ptr + ws.to(gl.int64) * 128 + i)
@@ -126,7 +126,7 @@ def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
 @gluon.jit
 def scan_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, before=0, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
 ):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through prepared chunks, in registers. Nothing but
     R, U and S is in the chain from state to state:
@@ -136,7 +136,7 @@ def scan_partition(
 
     v_s: four tiles, for values on their way, values, outputs and outputs on their way. STATE_IN: 0 zeros, 1 from s0_ptr,
     2 the identity. VALUES=False takes v = 0, OUTPUT=False writes no o: from the identity the two give the transition
-    matrix of the whole range. before: chunks that went through the buffers earlier.
+    matrix of the whole range.
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     v_full, operand_bars = bars
@@ -154,22 +154,21 @@ def scan_partition(
     zero = gl.zeros([64, 64], gl.float32, ACC_T)
     if length > 0:
         if VALUES:
-            _fetch_values(v_desc, v_full, v_s, row0, col0, before, True)
-            _fetch_values(v_desc, v_full, v_s, row0 + 64, col0, before + 1, chunks > 1)
-            mbarrier.wait(v_full.index(before & 3), (before >> 2) & 1)
+            _fetch_values(v_desc, v_full, v_s, row0, col0, 0, True)
+            _fetch_values(v_desc, v_full, v_s, row0 + 64, col0, 1, chunks > 1)
+            mbarrier.wait(v_full.index(0), 0)
         o = zero
         old = inv
-        s, a, sc, inv = _enter(s, inv, v_s.index(before & 3), length, VALUES)
+        s, a, sc, inv = _enter(s, inv, v_s.index(0), length, VALUES)
         for c in range(chunks):
-            b = before + c
-            st = b & 1
-            phase = (b >> 1) & 1
-            v_c = v_s.index(b & 3)
+            st = c & 1
+            phase = (c >> 1) & 1
+            v_c = v_s.index(c & 3)
             mbarrier.wait(kq_ready.index(st), phase)
             r = warpgroup_mma(a, kt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
             if OUTPUT:  # noqa: SIM102 (a constant: the copy without it is not compiled)
                 if c > 0:
-                    v_p = v_s.index((b - 1) & 3)
+                    v_p = v_s.index((c - 1) & 3)
                     _stage_output(o, old, v_p)
                     _write_output(o_desc, o_ptr, v_p, row0 + (c - 1) * 64, col0, 64, HV)
             r = warpgroup_mma_wait(0, deps=[r])
@@ -190,8 +189,8 @@ def scan_partition(
             a_next = a
             if c + 1 < chunks:
                 if VALUES:
-                    mbarrier.wait(v_full.index((b + 1) & 3), ((b + 1) >> 2) & 1)
-                s, a_next, sc, inv = _enter(s, inv, v_s.index((b + 1) & 3), length - (c + 1) * 64, VALUES)
+                    mbarrier.wait(v_full.index((c + 1) & 3), ((c + 1) >> 2) & 1)
+                s, a_next, sc, inv = _enter(s, inv, v_s.index((c + 1) & 3), length - (c + 1) * 64, VALUES)
             if OUTPUT:
                 o = warpgroup_mma_wait(0, deps=[o])
                 tma.store_wait(0)  # the output of chunk c - 1: its tile is free
@@ -200,9 +199,9 @@ def scan_partition(
             mbarrier.arrive(free.index(st), count=1)
             mbarrier.arrive(kh_free.index(st), count=1)
             if VALUES:
-                _fetch_values(v_desc, v_full, v_s, row0 + (c + 2) * 64, col0, b + 2, c + 2 < chunks)
+                _fetch_values(v_desc, v_full, v_s, row0 + (c + 2) * 64, col0, c + 2, c + 2 < chunks)
         if OUTPUT:
-            v_p = v_s.index((before + chunks - 1) & 3)
+            v_p = v_s.index((chunks - 1) & 3)
             _stage_output(o, old, v_p)
             _write_output(o_desc, o_ptr, v_p, row0 + (chunks - 1) * 64, col0, length - (chunks - 1) * 64, HV)
             tma.store_wait(0)
@@ -298,11 +297,11 @@ def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr,
     gl.warp_specialize(
         [
             (scan_partition, (v_desc, v_desc, local_ptr, local_ptr, local_ptr, v_s, ops, bars, row0, length, seq, hv, HV,
-                               half, gl.constexpr(0), gl.constexpr(True), 0, gl.constexpr(True),
+                               half, gl.constexpr(0), gl.constexpr(True), gl.constexpr(True),
                                gl.constexpr(False))),
             (scan_partition, (v_desc, v_desc, transition_ptr, transition_ptr, transition_ptr, v_s, ops, bars, row0,
-                               length, seq, hv, HV, half, gl.constexpr(2), gl.constexpr(True), 0,
-                               gl.constexpr(False), gl.constexpr(False))),
+                               length, seq, hv, HV, half, gl.constexpr(2), gl.constexpr(True), gl.constexpr(False),
+                               gl.constexpr(False))),
             (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, (length + 63) // 64, hv, HV, gl.constexpr(False))),
         ],
         [4, 1],

@@ -1,0 +1,249 @@
+"""The two factor roles of the fused kernel (forward.py): gates, then scores, each on its own chunk.
+
+gates   g, k  ->  decays in place of g, keys scaled to their tile's end, anchors; norms of k and q; decay of the chunk
+scores  all of it  ->  Kt in place of k, Qt of q, Kh of the scaled keys, M and the parts of L in place of the decays
+
+One warpgroup that did both took 8 us a chunk: one warp a scheduler cannot hide its own latencies, and the registers that two
+state warpgroups leave are enough for two such roles, not for the same role twice.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from openkda.ops.kda.hopper.chains import announce, chain, field, receive
+from openkda.ops.kda.hopper.factors import (  # fmt: skip
+    B3H,
+    F1,
+    FLAT1,
+    FLAT2,
+    FLAT3,
+    FR,
+    LOG2E,
+    M3,
+    S64,
+    _clean,
+    _ex2,
+    _flat,
+    _half_view,
+    _load_beta,
+    _masked,
+    _rcp,
+    _rescale_columns,
+    _rows,
+    _rsqrt,
+    _scores,
+    _square_norm,
+    _store_m,
+    _sum_operand,
+    _tile_factors,
+    _tri,
+)
+
+SW = gl.constexpr(32)  # channels a step: 16 decays a thread
+FETCH_AT = gl.constexpr(3)
+LBS = gl.constexpr(_sum_operand(32))
+LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
+
+
+@gluon.jit
+def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s):
+    """Slice s of 32 channels: raw gates to log2 decays in fp16, in place, their tile sums to t_s, keys scaled to the end of
+    their tile to kc_s. The decays are the operand of the sums as they leave the gate: they need not come back from memory."""
+    view = _half_view(g_s)._reinterpret(gl.float16, [4, 64, SW], S64).index(s)
+    x = view.load(LBS).to(gl.bfloat16, bitcast=True).to(gl.float32)
+    c2 = c2_s._reinterpret(gl.float32, [4, SW], FLAT1).index(s).load(gl.SliceLayout(0, LBS))
+    x = _rcp(_ex2(x * c1 + c2[None, :]) * per + per)
+    x16 = x.to(gl.float16)
+    view.store(x16)
+    t_s._reinterpret(gl.float32, [4, 4, SW], FLAT2).index(s).store(gl.sum(x.reshape([4, 16, SW]), axis=1))
+    b = gl.convert_layout(x16.reshape([4, 16, SW]), B3H, assert_trivial=True)
+    hs = mma_v2(_tri(True), b, gl.zeros([4, 16, SW], gl.float32, M3))
+    k = _rows(k_s._reinterpret(gl.bfloat16, [4, 64, SW], S64).index(s), 0, SW)
+    col = (k * rk[:, :, None] * _ex2(hs)).to(gl.float16)
+    kc_s._reinterpret(gl.float16, [4, 64, SW], S64).index(s).store(_flat(col))
+
+
+@gluon.jit
+def _tile_sums(t_s):
+    """What _gate_columns summed, as [tile, channel]."""
+    t = t_s._reinterpret(gl.float32, [4, 4, SW], FLAT3).permute((1, 0, 2)).load(LT)
+    return gl.convert_layout(t.reshape([4, 128]), FR, assert_trivial=True)
+
+
+@gluon.jit
+def _anchors(hand, i):
+    """What chunk i & 1 hands from gates to scores: factors between anchors (factors.py): e1, xb, fk, ck."""
+    h_s, e1_s = hand[0], hand[1]
+    x = h_s._reinterpret(gl.float16, [6, 512], FLAT1)
+    return (
+        e1_s.index(i)._reinterpret(gl.float16, [4, 32], FLAT1),
+        x.index(3 * i)._reinterpret(gl.float16, [4, 4, 32], FLAT2),
+        x.index(3 * i + 1)._reinterpret(gl.float16, [4, 4, 32], FLAT2),
+        x.index(3 * i + 2)._reinterpret(gl.float16, [2, 4, 64], FLAT2),
+    )
+
+
+@gluon.jit
+def next_stage(st, phase):
+    """Stages are used in turn; the phase of their barriers changes after the last."""
+    wrap = st == 2
+    return gl.where(wrap, 0, st + 1), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def _fetch(descs, stages, full, st, row, hv, groups, pred):
+    """Raw tiles of a chunk on their way to a stage."""
+    q_desc, k_desc, g_desc = descs
+    q_s, k_s, g_s = stages[0], stages[1], stages[2]
+    qk_full, g_full = full
+    column = hv // groups * 128
+    mbarrier.expect(qk_full.index(st), 32768, pred=pred)
+    tma.async_copy_global_to_shared(k_desc, [row, column], qk_full.index(st), k_s.index(st), pred=pred)
+    tma.async_copy_global_to_shared(q_desc, [row, column], qk_full.index(st), q_s.index(st), pred=pred)
+    mbarrier.expect(g_full.index(st), 16384, pred=pred)
+    tma.async_copy_global_to_shared(g_desc, [row, hv * 128], g_full.index(st), g_s.index(st), pred=pred)
+
+
+@gluon.jit
+def gate_partition(
+    descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, bars, places, chains, T, groups, HV, scale,
+    bound, VARLEN: gl.constexpr, NP: gl.constexpr,
+):  # fmt: skip
+    """Draws chains (a sequence and value head), announces them to the others and starts on their chunks. The next chunk, be it
+    of the next chain, is sent for before the last slice of this one: later, and its way from memory shows; earlier, and this
+    role waits for the states to leave that stage."""
+    q_s, k_s, g_s, kc_s = stages
+    h_s, n_s, b_s = hand[0], hand[2], hand[3]
+    full, ready, hand_free, free = bars
+    qk_full, g_full = full
+    chan = gl.arange(0, 128, layout=F1)
+    per = _rcp(bound * LOG2E)
+    step = gl.num_programs(0)
+    ticket = gl.program_id(0)
+    entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+    hv = field(entry, 1)
+    row0 = field(entry, 2)
+    length = field(entry, 3)
+    drawn = gl.where(chan == 0, ticket, 0)
+    if VARLEN:
+        drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+    _fetch(descs, stages, full, 0, row0, hv, groups, length > 0)
+    beta = _load_beta(beta_ptr, row0, length, hv, HV)
+    announce(entry, places, 0)
+    st = 0
+    phase = 0
+    odd = 0
+    rounds = 0
+    turn = 1
+    while length >= 0:
+        ticket = step + gl.sum(gl.where(chan == 0, drawn, 0), axis=0)
+        if VARLEN:
+            drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+        else:
+            drawn = gl.where(chan == 0, ticket, 0)
+        entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+        announce(entry, places, turn)
+        turn += 1
+        hv_n = field(entry, 1)
+        row_n = field(entry, 2)
+        length_n = field(entry, 3)
+        c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
+        c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
+        chunks = (length + 63) // 64
+        for c in range(chunks):
+            n = length - c * 64
+            last = c + 1 == chunks
+            row = gl.where(last, row_n, row0 + (c + 1) * 64)
+            head = gl.where(last, hv_n, hv)
+            left = gl.where(last, length_n, n - 64)
+            kc = k_s.index(st)
+            gc = g_s.index(st)
+            b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
+            beta = _load_beta(beta_ptr, row, left, head, HV)
+            mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)
+            mbarrier.wait(qk_full.index(st), phase)
+            if n < 64:
+                _clean(kc, n, 0.0)
+                fence_async_shared()
+            rk = _rsqrt(_square_norm(kc) + 1e-6)
+            rq = scale * _rsqrt(_square_norm(q_s.index(st)) + 1e-6)
+            norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
+            norms.index(2 * odd).store(rk)
+            norms.index(2 * odd + 1).store(rq)
+            mbarrier.wait(g_full.index(st), phase)
+            if n < 64:
+                _clean(gc, n, -3.0e38)
+                fence_async_shared()
+            t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
+            nst, nphase = next_stage(st, phase)
+            for s in range(4):
+                if s == FETCH_AT:
+                    mbarrier.wait(free.index(nst), nphase ^ 1)
+                    _fetch(descs, stages, full, nst, row, head, groups, left > 0)
+                _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
+            e1, xb, fk, ck = _anchors(hand, odd)
+            dec_s.index(st).store(_tile_factors(_tile_sums(t_s), xb, fk, ck, e1))
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(st), count=1)
+            st = nst
+            phase = nphase
+            rounds += odd
+            odd = odd ^ 1
+        hv = hv_n
+        row0 = row_n
+        length = length_n
+
+
+@gluon.jit
+def parts_of_l(tm_s, la_s):
+    """Where L waits for its inversion, in the tile that T will have: diagonal tiles [column, tile, row] in fp32, neighbours
+    [pair, row, column], the far block [row, column]."""
+    halves = tm_s.index(1)._reinterpret(gl.float16, [2, 64, 32], S64)
+    return halves.index(0), la_s._reinterpret(gl.float16, [2, 32, 16], FLAT3), halves.index(1)
+
+
+@gluon.jit
+def score_partition(stages, hand, la_s, bars, places):
+    """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time."""
+    q_s, k_s, g_s, kc_s = stages
+    n_s, b_s = hand[2], hand[3]
+    ready, kq_ready, lm_ready, hand_free = bars
+    turn = 0
+    length = 0
+    st = 0
+    phase = 0
+    odd = 0
+    while length >= 0:
+        length = receive(places, turn)[3]
+        turn += 1
+        for _ in range((length + 63) // 64):
+            mbarrier.wait(ready.index(st), phase)
+            norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
+            rk = norms.index(2 * odd).load(gl.SliceLayout(2, M3))
+            rq = norms.index(2 * odd + 1).load(gl.SliceLayout(2, M3))
+            kt = k_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
+            qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
+            e1, xb, fk, ck = _anchors(hand, odd)
+            raw = (q_s.index(st), k_s.index(st), g_s.index(st))
+            acc = _scores(raw, rq, rk, (kc_s.index(st), e1, xb, fk), kt, qt)
+            _rescale_columns(kc_s.index(st), ck)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(kq_ready.index(st), count=1)
+            mbarrier.arrive(hand_free.index(odd), count=1)
+            tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
+            diagonal, neighbours, far = parts_of_l(tm_s, la_s.index(st))
+            low, m = _masked(acc, b_s.index(st))
+            diagonal._reinterpret(gl.float32, [16, 4, 16], FLAT3).permute((1, 2, 0)).store(low[0])
+            neighbours.store(low[1])
+            far.store(low[2])
+            _store_m(tm_s.index(0), m[0], m[1])
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(lm_ready.index(st), count=1)
+            st, phase = next_stage(st, phase)
+            odd = odd ^ 1
