@@ -61,6 +61,7 @@ def chat_segments(
     thinking_effort: str | None = None,
     image_sizes: Sequence[ImageSize] = (),
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> list[Segment]:
     """Segments of a conversation in the field's usual message dictionaries.
 
@@ -78,6 +79,8 @@ def chat_segments(
             template passes "max" when its caller names none; the encoder itself, like this function, adds nothing.
         image_sizes: (width, height) of each image part in order, as handed to the image processor, before resizing.
         add_generation_prompt: end with an open assistant message.
+        continue_final_message: end within the last message's response, which the model goes on with; it is an assistant's,
+            without tool calls, and there is no generation prompt and no system message behind it.
     Raises: ValueError for unknown roles, parts and options, a tool result without a name, tool arguments that are not an
         object, or a number of images that does not match the parts.
 
@@ -85,6 +88,8 @@ def chat_segments(
     """
     _check_options(thinking_effort, tool_choice)
     _check_messages(messages)
+    if continue_final_message:
+        _check_continued(messages, add_generation_prompt, response_format, tool_choice)
     images = iter(image_sizes)
     out: list[Segment] = []
     if tools:
@@ -102,7 +107,7 @@ def chat_segments(
     left = sum(1 for _ in images)
     if left:
         raise ValueError(f"image_sizes: expected one for each image part, received {left} too many")
-    return out
+    return out[: -len(_close("response") + _close("message")) - 1] if continue_final_message else out
 
 
 def image_segments(size: ImageSize) -> list[Segment]:
@@ -167,6 +172,18 @@ def _check_messages(messages: Sequence[Message]) -> None:
         for field, text in texts:
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"message {i}: {field}: expected a string, received {text!r:.60}")
+
+
+def _check_continued(messages: Sequence[Message], prompt: bool, *behind: object) -> None:
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        got = f"{last.get('role')!r}{' with tool calls' if last.get('tool_calls') else ''}"
+        raise ValueError(
+            f"continue_final_message: expected an assistant's message without tool calls at the end, received {got}"
+        )
+    if prompt or any(option not in (None, "auto") for option in behind):
+        raise ValueError("continue_final_message: expected no generation prompt, tool_choice or response_format, which would "
+                         "stand behind the message")  # fmt: skip
 
 
 def _open(tag: str, **attributes: object) -> list[Segment]:

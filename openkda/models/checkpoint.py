@@ -76,7 +76,8 @@ def load_config(directory: str | Path) -> ModelConfig:
     if is_published(directory):
         return read_config(directory).model.replace(vision=None)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: not found; a checkpoint has {CONFIG} and {WEIGHTS}")
+        run = f"; the newest checkpoint of this run is {directory / 'last'}" if (directory / "last").is_dir() else ""
+        raise FileNotFoundError(f"{path}: not found; a checkpoint has {CONFIG} and {WEIGHTS}{run}")
     fields = _parse(path, path.read_bytes())
     with _opened(directory / WEIGHTS, "cpu") as file:
         header = (file.metadata() or {}).get(_HEADER_KEY)

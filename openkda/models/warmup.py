@@ -1,4 +1,4 @@
-"""Compiling a model's GPU kernels before the first request."""
+"""Compiling the GPU kernels of a model's KDA layers before the first request."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ MOST_LONG = 64 * 128
 def warmup(
     config: ModelConfig, *, device: str | torch.device = "cuda", dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[str, float]]:
-    """Compile every kernel that inference with `config` in `dtype` can ask for: prefill, continued, packed (up to 16 sequences;
-    on Hopper every doubling of that compiles once more), decoding, also in a pool, drafted tokens.
+    """Compile every kernel that the KDA layers and norms of `config` can ask for in `dtype`: prefill, continued, packed (up
+    to 16 sequences; on Hopper every doubling of that compiles once more), decoding, also in a pool, drafted tokens. Those
+    of latent attention, experts and Attention Residuals still compile in the first request.
 
     Runs one KDA layer of the config's head sizes with a hidden size of 64, so it costs memory for one layer's state only.
     Compiled kernels land in Triton's cache folder (TRITON_CACHE_DIR) and serve later processes too.

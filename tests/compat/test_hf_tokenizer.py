@@ -162,3 +162,37 @@ def test_a_reply_is_parsed_with_the_same_tokenizer(directories: dict[str, Path])
     prompt = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template([*HELLO, message], return_dict=False)
     assert parse_reply(tokenizer.ours, whole[len(prompt) :]).message == message
+
+
+def test_text_generation_pipeline(directory: Path) -> None:
+    """Strings, a padded batch of them, and chats, as `transformers.pipeline` hands them over."""
+    run = transformers.pipeline("text-generation", model=str(directory))
+    options = {"max_new_tokens": 3, "do_sample": False}
+    alone = [run(text, **options)[0]["generated_text"] for text in ("hello", "he")]
+    both = run(["hello", "he"], batch_size=2, **options)
+    assert [row[0]["generated_text"] for row in both] == alone
+    if "linear" in directory.name:  # its vocabulary has no XTML
+        with pytest.raises(ValueError, match=r"special token: expected one of .*received '<\|open\|>'"):
+            run(HELLO, **options)
+        return
+    chat = run(HELLO, **options)[0]["generated_text"]
+    assert chat[0] == HELLO[0] and chat[1]["role"] == "assistant"
+    begun = run([*HELLO, {"role": "assistant", "content": "he"}], **options)[0]["generated_text"]
+    assert begun[1]["content"].startswith("he")
+    with pytest.raises(ValueError, match="documents has no meaning in XTML"):
+        run.tokenizer.apply_chat_template(HELLO, documents=[{"text": "x"}])
+
+
+def test_padding_is_no_placeholder(directories: dict[str, Path]) -> None:
+    """Where padding and placeholder share an id, as in some miniatures, the mask says which is which."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directories["kimi-k3"])
+    place = model.model.config.vision.placeholder_id
+    ids, mask = torch.tensor([[place, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": place, "eos_token_id": None}
+    got = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(got[:1, 3:], model.generate(ids[:1, 1:], **options)[:, 2:])
+    assert model.generate(ids, attention_mask=mask, num_beams=2, **options).shape == got.shape
+    ids[0, 1] = place
+    pixels, grids = torch.zeros(4, 3, 14, 14), torch.tensor([[1, 2, 2]])
+    beams = model.generate(ids, attention_mask=mask, pixel_values=pixels, grid_thws=grids, num_beams=2, **options)
+    assert beams.shape == got.shape

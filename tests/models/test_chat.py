@@ -342,3 +342,24 @@ def test_arguments_that_nest_without_end_are_kept_as_they_came() -> None:
     deep = '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}"
     ask = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}]
     assert deep in [s.text for s in chat_segments(ask)]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_final_message_that_goes_on(thinking: bool) -> None:
+    messages = [HELLO, {"role": "assistant", "content": "He", "reasoning_content": "hm"}]
+    whole = chat_segments(messages, thinking=thinking, add_generation_prompt=False)
+    begun = chat_segments(messages, thinking=thinking, add_generation_prompt=False, continue_final_message=True)
+    assert begun[-1] == ("He", False) and [*begun, *close("response"), *close("message"), END] == whole
+    for wrong, options, want in (
+        ([HELLO], {"add_generation_prompt": False}, "an assistant's message .* received 'user'"),
+        ([], {"add_generation_prompt": False}, "an assistant's message .* received None"),
+        ([HELLO, ASSISTANT], {"add_generation_prompt": False}, "received 'assistant' with tool calls"),
+        (messages, {}, "expected no generation prompt"),
+        (
+            messages,
+            {"add_generation_prompt": False, "tool_choice": "none"},
+            "expected no generation prompt, tool_choice",
+        ),
+    ):
+        with pytest.raises(ValueError, match=want):
+            chat_segments(wrong, continue_final_message=True, **options)

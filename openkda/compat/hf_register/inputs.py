@@ -20,13 +20,21 @@ def check_mask(mask: Any, tokens: Tensor) -> None:
         raise ValueError(f"attention_mask.shape: expected [B, T] = [{B}, {T}] (or wider), received {list(mask.shape)}")
 
 
-def check_images(ids: Tensor | None, grids: Any, vision: VisionConfig | None) -> None:
+def placeholders(ids: Tensor, mask: Any, vision: VisionConfig) -> Tensor:
+    """How many images each row has a place for, [B]; what is padding is none."""
+    found = ids == vision.placeholder_id
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= ids.shape[1]:
+        found = found & mask[:, mask.shape[1] - ids.shape[1] :].bool()
+    return found.sum(1)
+
+
+def check_images(ids: Tensor | None, mask: Any, grids: Any, vision: VisionConfig | None) -> None:
     """ValueError where a prompt without pictures has the placeholder of one, which would be read as a word."""
     if vision is None:
         return
     if grids is not None:
         raise ValueError("pixel_values: expected the patches beside grid_thws, received None")
-    found = 0 if ids is None else int((ids == vision.placeholder_id).sum())
+    found = 0 if ids is None else int(placeholders(ids, mask, vision).sum())
     if found:
         raise ValueError(f"placeholder tokens (id {vision.placeholder_id}): expected 0, one an image, received {found}")
 
@@ -49,14 +57,14 @@ def packed(tokens: Tensor, real: Tensor, cu_seqlens: Tensor | None) -> tuple[Ten
 
 
 def expand_images(
-    input_ids: Tensor, pixels: Tensor, grids: Tensor, vision: VisionConfig | None, times: int
+    input_ids: Tensor, mask: Any, pixels: Tensor, grids: Tensor, vision: VisionConfig | None, times: int
 ) -> tuple[Tensor, Tensor]:
     """Every row's images repeated `times` times, as its tokens will be."""
     if vision is None:
         raise ValueError("pixel_values: expected a model with a vision tower, this one reads text only")
     images = pixels.split(grids.prod(1).tolist())
     order, at = [], 0
-    for count in (input_ids == vision.placeholder_id).sum(1).tolist():
+    for count in placeholders(input_ids, mask, vision).tolist():
         order += list(range(at, at + count)) * times
         at += count
     if at != len(images):

@@ -164,7 +164,7 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         if attention_mask is not None:
             check_mask(attention_mask, tokens)
         if pixel_values is None and not generating and (cache is None or cache.seen == 0):
-            check_images(input_ids, grid_thws, self.model.config.vision)
+            check_images(input_ids, attention_mask, grid_thws, self.model.config.vision)
         if pixel_values is not None:
             tokens, attention_mask, labels = self._insert(tokens, attention_mask, labels, pixel_values, grid_thws)
         logits, state = self._logits(tokens, attention_mask, position_ids, cu_seq_lens_q, cache, keep, last)
@@ -223,7 +223,7 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name}: expected False (this model keeps neither)")
         prompt = next((v for v in (*args[:1], options.get("inputs"), options.get("input_ids")) if v is not None), None)
         if options.get("pixel_values") is None and options.get(CACHE) is None:
-            check_images(prompt, options.get("grid_thws"), self.model.config.vision)
+            check_images(prompt, options.get("attention_mask"), options.get("grid_thws"), self.model.config.vision)
         return super().generate(*args, **options)
 
     def prepare_inputs_for_generation(
@@ -272,9 +272,8 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         """Rows repeated for beams; images go with their rows."""
         pixels, grids = kwargs.pop("pixel_values", None), kwargs.pop("grid_thws", None)
         if pixels is not None and expand_size > 1:
-            pixels, grids = expand_images(
-                kwargs["input_ids"], pixels, grids, self.text_model.config.vision, expand_size
-            )
+            ids, mask, vision = kwargs["input_ids"], kwargs.get("attention_mask"), self.model.config.vision
+            pixels, grids = expand_images(ids, mask, pixels, grids, vision, expand_size)
         ids, out = super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
         if pixels is not None:
             out |= {"pixel_values": pixels, "grid_thws": grids}

@@ -20,6 +20,15 @@ from openkda.models.tiktoken_file import RANK_FILE, TiktokenTokenizer, load_tikt
 
 _NAMED = {"bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
 
+# What transformers hands to any chat template, mostly as None.
+_WITHOUT_MEANING = (
+    "chat_template",
+    "documents",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "processor_kwargs",
+)
+
 
 class TikTokenTokenizer(PreTrainedTokenizer):
     """Of a directory with `tiktoken.model`; the class has the name that published tokenizer_config.json files give.
@@ -113,6 +122,9 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         image_sizes: (width, height) of each picture; of several conversations, one such list each.
         tokenize: False gives text for the eye; encoding that text again would not give these ids.
         """
+        for name in _WITHOUT_MEANING:
+            if options.pop(name, None):
+                raise ValueError(f"apply_chat_template: {name} has no meaning in XTML")
         batched = bool(conversation) and not isinstance(conversation[0], dict)
         conversations: Any = conversation if batched else [conversation]
         declared = [get_json_schema(tool) if callable(tool) else tool for tool in tools or ()]
