@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from openkda.ops.device.calls import Repeated, are_plain, call_key, goes_direct, is_watched
+from openkda.ops.device.calls import Repeated, are_plain, call_key, goes_direct, has_values, is_watched
 from openkda.ops.device.operators import define, derive, refuse_derivative
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "define",
     "derive",
     "goes_direct",
+    "has_values",
     "is_hopper",
     "is_watched",
     "refuse_derivative",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 Key = tuple[object, ...]
@@ -108,6 +109,17 @@ def is_watched() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state()
     )
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether code here may branch on the values of t: not while torch.compile or torch.export traces, and not where there are
+    none (meta and fake tensors)."""
+    if torch.compiler.is_compiling() or t.is_meta:
+        return False
+    modes = torch._C._len_torch_dispatch_stack()
+    if modes and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return False
+    return type(t) in _PLAIN or not is_fake(t)
 
 
 def goes_direct(*tensors: Tensor | None) -> bool:

@@ -175,7 +175,8 @@ def _default_scale(q: Tensor) -> float:
 
 
 def _default_state_dtype(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
+    known = isinstance(q, Tensor) and q.is_floating_point() and q.dtype.itemsize > 1
+    return torch.promote_types(q.dtype, torch.float32) if known else torch.float32  # else: refused by validation
 
 
 def _module(name: str) -> ModuleType:

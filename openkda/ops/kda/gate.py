@@ -22,9 +22,28 @@ from torch import Tensor
 LOWER_BOUND_RANGE = (-5.0, 0.0)  # half open: -5 is allowed, 0 is not
 
 
+def is_number(x: object) -> bool:
+    """A Python or numpy number. A tensor is none: its gradient would be lost, and on a GPU its value would be waited for."""
+    if torch.compiler.is_compiling():  # there a number may be a symbol, which has no attributes
+        return not isinstance(x, Tensor | str | complex)
+    return not isinstance(x, Tensor) and hasattr(x, "__float__")
+
+
+def bias_fits(dt_bias: Tensor, heads: int, channels: int) -> bool:
+    """Whether dt_bias is [HV, K] or [HV * K], axes of one in front allowed. [K, HV] has as many values in another order."""
+    shapes = ((heads, channels), (heads * channels,))
+    return _without_leading_ones(tuple(dt_bias.shape)) in [_without_leading_ones(s) for s in shapes]
+
+
+def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while shape and shape[0] == 1:
+        shape = shape[1:]
+    return shape
+
+
 def _shifted(z: Tensor, dt_bias: Tensor | None) -> Tensor:
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    return z if dt_bias is None else z + dt_bias.view(z.shape[-2:])
+    return z if dt_bias is None else z + dt_bias.reshape(z.shape[-2:])
 
 
 def _rate(A_log: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,6 +87,8 @@ class BoundedGate:
 
     def __post_init__(self) -> None:
         low, high = LOWER_BOUND_RANGE
+        if not is_number(self.lower_bound):
+            raise TypeError(f"BoundedGate.lower_bound: expected a number, received {type(self.lower_bound).__name__}")
         if not low <= self.lower_bound < high:
             raise ValueError(
                 f"BoundedGate.lower_bound: expected a value in [{low}, {high}) (16 tokens of it must stay "

@@ -8,8 +8,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import has_values
 from openkda.ops.kda.call import KDACall
-from openkda.ops.kda.gate import BoundedGate, SoftplusGate
+from openkda.ops.kda.gate import BoundedGate, SoftplusGate, bias_fits, is_number
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
@@ -19,16 +20,18 @@ def validate(call: KDACall, check_inputs: bool) -> KDACall:
     """Raise ValueError/TypeError for a malformed call; else return it. Reads no tensor values on a GPU unless asked."""
     _check_tokens(call)
     _check_gate(call)
+    if not is_number(call.scale):
+        _bad("scale", "a number", type(call.scale).__name__, TypeError)
     if not -math.inf < call.scale < math.inf:  # in a graph it may be a symbol, which math.isfinite cannot take
         _bad("scale", "a finite number", call.scale)
-    _check_packing(call, check_inputs)
+    look = check_inputs or (call.q.device.type == "cpu" and has_values(call.q))
+    _check_packing(call, look)
     _check_states(call)
-    on_cpu = call.q.device.type == "cpu"
     for name, rows, low in (("state_indices", _slots(call), -1), ("state_positions", _tokens(call), 0)):
         values = getattr(call, name)
-        if values is not None and (on_cpu or check_inputs):
+        if values is not None and look:
             _check_range(name, values, low, rows)
-    if call.state_indices is not None and (on_cpu or check_inputs):
+    if call.state_indices is not None and look:
         used = call.state_indices[call.state_indices >= 0]
         if used.unique().numel() != used.numel():
             _bad("state_indices", "each slot at most once (two sequences would write one state)", used.tolist())
@@ -53,6 +56,8 @@ def _check_tensor(name: str, t: object, like: Tensor) -> None:
         _bad(name, "a torch.Tensor", type(t).__name__, TypeError)
     if t.device != like.device:
         _bad(f"{name}.device", f"{like.device} (that of q)", t.device)
+    if t.layout != torch.strided:
+        _bad(f"{name}.layout", "torch.strided", t.layout, TypeError)
 
 
 def _check_shape(name: str, t: Tensor, shape: tuple[int, ...], letters: str) -> None:
@@ -101,9 +106,11 @@ def _check_gate(call: KDACall) -> None:
             _bad(f"gate.{name}.dtype", "float32 (16-bit gate parameters stop learning)", t.dtype, TypeError)
         if t.numel() != count:
             _bad(f"gate.{name}", f"{count} values ({'HV' if name == 'A_log' else 'HV * K'})", list(t.shape))
+    if gate.dt_bias is not None and not bias_fits(gate.dt_bias, HV, K):
+        _bad("gate.dt_bias", f"[HV, K] = {[HV, K]} or [HV * K] (no other order)", list(gate.dt_bias.shape))
 
 
-def _check_packing(call: KDACall, check_inputs: bool) -> None:
+def _check_packing(call: KDACall, look: bool) -> None:
     cu = call.cu_seqlens
     if cu is None:
         return
@@ -115,7 +122,7 @@ def _check_packing(call: KDACall, check_inputs: bool) -> None:
         _bad("cu_seqlens.shape", "[N + 1] with N >= 1", list(cu.shape))
     if B != 1:
         _bad("batch with cu_seqlens", "B = 1 (the pack lies along T)", f"B = {B}")
-    if (cu.device.type == "cpu" and not torch.compiler.is_compiling()) or check_inputs:
+    if look:
         if int(cu[0]) != 0 or int(cu[-1]) != T:
             _bad("cu_seqlens", f"first value 0 and last value T = {T}", f"{int(cu[0])} and {int(cu[-1])}")
         drops = cu.diff() < 0
@@ -150,14 +157,14 @@ def _check_states(call: KDACall) -> None:
 def _check_pool(call: KDACall, slots: Tensor, N: int) -> None:
     if call.initial_state is None:
         _bad("state_indices", "initial_state to be the pool it points into", "initial_state=None")
-    if any(
-        step == 0 and size > 1 for step, size in zip(call.initial_state.stride(), call.initial_state.shape, strict=True)
-    ):
+    if overlaps_itself(call.initial_state):
         _bad(
             "initial_state",
             "a pool whose slots are memory of their own",
-            f"an expanded one, strides {call.initial_state.stride()}",
+            f"an expanded or overlapping one, strides {call.initial_state.stride()}",
         )
+    if call.initial_state.shape[0] < 1:
+        _bad("initial_state", "a pool of at least one slot", list(call.initial_state.shape))
     _check_tensor("state_indices", slots, call.q)
     if slots.dtype not in _INTS:
         _bad("state_indices.dtype", "int32 or int64", slots.dtype, TypeError)
@@ -168,6 +175,18 @@ def _check_pool(call: KDACall, slots: Tensor, N: int) -> None:
             "no gradients (the pool is written in place): use torch.no_grad()",
             "inputs that require grad",
         )
+
+
+def overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements may share memory: an expanded tensor, or a view whose rows run into one another."""
+    if torch.compiler.is_compiling():  # sizes may be symbols, which are not sorted
+        return any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True))
+    end = 1
+    for step, size in sorted((a, b) for a, b in zip(t.stride(), t.shape, strict=True) if b > 1):
+        if step < end:
+            return True
+        end += (size - 1) * step
+    return False
 
 
 def _slots(call: KDACall) -> int:

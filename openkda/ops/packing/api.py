@@ -7,12 +7,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import has_values
+
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
     """Number of sequences N in a [batch, tokens] input: that of the pack, or the batch where `cu_seqlens` is None.
 
     Empty and one-token sequences are fine. Values are read on the CPU only (on a GPU that would stall the
-    stream), and not while torch.compile traces.
+    stream), and not while torch.compile traces or the tensors are fake.
     Raises: ValueError or TypeError, showing expected and received, where `cu_seqlens` does not fit the input.
     """
     if cu_seqlens is None:
@@ -25,7 +27,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
         _bad(".shape", "[N + 1] with N >= 1", list(cu_seqlens.shape))
     if batch != 1:
         _bad(" with a batch", "B = 1 (the pack lies along T)", f"B = {batch}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and has_values(cu_seqlens):
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if first != 0 or last != tokens:
             _bad("", f"first value 0 and last value T = {tokens}", f"{first} and {last}")

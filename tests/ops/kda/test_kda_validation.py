@@ -152,6 +152,41 @@ CASES = [
         ValueError,
         r"impl: expected one of .*chunkwise, reference or None, received 'fast'",
     ),
+    # A tensor as a number: its gradient would be lost without a word.
+    (
+        "scale tensor",
+        good(scale=torch.tensor(0.5, requires_grad=True)),
+        TypeError,
+        "scale: expected a number, .*Tensor",
+    ),
+    ("scale text", good(scale="0.5"), TypeError, "scale: expected a number, received str"),
+    ("scale complex", good(scale=1j), TypeError, "scale: expected a number, received complex"),
+    # As many values as it should have, in another order.
+    (
+        "dt_bias turned",
+        good(gate=BoundedGate(-5.0, None, Z(8, 4))),
+        ValueError,
+        r"gate.dt_bias: expected \[HV, K\] = \[4, 8\] or \[HV \* K\] .*received \[8, 4\]",
+    ),
+    (
+        "sparse",
+        good(q=Z(2, 5, 2, 8).to_sparse()),
+        TypeError,
+        "q.layout: expected torch.strided, received torch.sparse_coo",
+    ),
+    ("8 bit", good(q=Z(2, 5, 2, 8).to(torch.float8_e4m3fn)), TypeError, "q.dtype: expected float16, .*float8_e4m3fn"),
+    (
+        "pool overlapping",
+        good(initial_state=Z(300).as_strided((3, 4, 8, 6), (10, 48, 6, 1)), state_indices=torch.tensor([0, 1])),
+        ValueError,
+        r"initial_state: expected a pool whose slots are memory of their own, received .*overlapping",
+    ),
+    (
+        "pool empty",
+        good(initial_state=Z(0, 4, 8, 6), state_indices=torch.tensor([-1, -1])),
+        ValueError,
+        r"initial_state: expected a pool of at least one slot",
+    ),
     (
         "checked nan",
         good(v=Z(2, 5, 4, 6).index_fill(1, torch.tensor([3]), float("nan")), check_inputs=True),
@@ -196,6 +231,28 @@ def test_the_good_call_is_good() -> None:
     unused = good(initial_state=pool, state_indices=torch.tensor([2, -1]), check_inputs=True)
     for arguments in (good(), good(check_inputs=True), packed(torch.tensor([0, 0, 5])), unused):
         assert kda(**arguments).output.shape[2:] == (4, 6)
+
+
+@pytest.mark.parametrize("bound", [torch.tensor(-5.0), "-5", None, torch.zeros(4)])
+def test_a_bound_is_a_number(bound: Any) -> None:
+    with pytest.raises(TypeError, match=r"BoundedGate\.lower_bound: expected a number, received"):
+        BoundedGate(bound)
+
+
+def test_shapes_and_strides_that_a_bias_may_have() -> None:
+    """[HV, K] and [HV * K], with axes of one in front, whatever the strides: the same gate."""
+    bias = torch.randn(4, 8)
+    x = good()
+    want = kda(**{**x, "gate": BoundedGate(-5.0, None, bias)}).output
+    turned = bias.t().contiguous().t()
+    for same in (
+        bias.flatten(),
+        bias.view(1, 1, 4, 8),
+        bias.view(1, 32),
+        turned,
+        torch.stack([bias, bias], -1)[..., 0],
+    ):
+        assert torch.equal(kda(**{**x, "gate": BoundedGate(-5.0, None, same)}).output, want)
 
 
 def test_step_refuses_too() -> None:

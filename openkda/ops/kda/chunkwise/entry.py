@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from openkda.ops.device.api import transform_refusals
+from openkda.ops.device.api import has_values, transform_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans, no_autocast
 from openkda.ops.kda.chunkwise.compiled import kda_chunkwise_op, spans_of
@@ -15,16 +15,19 @@ from openkda.ops.kda.states import compute_dtype, load_states, outgoing, read_st
 
 
 def refusals(call: KDACall) -> list[str]:
-    """Runs everything, on any device that holds numbers."""
-    return ["meta tensors: there is nothing to compute"] if call.q.device.type == "meta" else []
+    """Runs everything, on any device."""
+    return []
 
 
 def run(call: KDACall) -> KDAOutput:
     """See `api.kda`. torch.compile sees one opaque operator, because the loops depend on the sequence lengths; with
-    `state_positions` the graph breaks here. A DTensor meets the same operator, for which openkda/distributed has rules."""
-    if not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(call.q):
+    `state_positions` the graph breaks here. A DTensor meets the same operator, for which openkda/distributed has rules, and so
+    do meta and fake tensors, which get their shapes from it."""
+    faked = not has_values(call.q) and not torch.compiler.is_compiling()
+    if not (faked or torch.compiler.is_compiling() or is_traceable_wrapper_subclass(call.q)):
         return _run(call)
-    if call.state_positions is not None:
+    at = call.state_positions
+    if at is not None and not faked:
         return torch.compiler.disable(_run)(call)
     gate, S = call.gate, None if call.initial_state is None else load_states(call)
     A_log, dt_bias = (None, None) if gate is None else (gate.A_log, gate.dt_bias)
@@ -32,7 +35,9 @@ def run(call: KDACall) -> KDAOutput:
         call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, S, call.cu_seqlens, gate is not None,
         None if gate is None else gate.lower_bound, call.scale, call.use_qk_l2norm, call.use_beta_sigmoid,
     )  # fmt: skip
-    return KDAOutput(o, store_states(call, S))
+    return KDAOutput(
+        o, store_states(call, S), None if at is None else outgoing(call, S.new_empty(len(at), *S.shape[1:]))
+    )
 
 
 def _run(call: KDACall) -> KDAOutput:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import transform_refusals
+from openkda.ops.device.api import has_values, transform_refusals
 from openkda.ops.kda.chunkwise.plan import TILE
 from openkda.ops.kda.chunkwise.solve import causal_product, unit_lower_inverse
 from openkda.ops.kda.chunkwise.tiles import STATE_FLOOR, TILE_RANGE, TOTAL_FLOOR, Sums, decay, scores
@@ -69,7 +69,7 @@ def _inverse_length(x: Tensor) -> tuple[Tensor, Tensor]:
     long for that come back divided by their largest value, which changes neither the product nor its gradient."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     eps: float | Tensor = L2NORM_EPS
-    values_unknown = torch.compiler.is_compiling() or bool(transform_refusals())
+    values_unknown = not has_values(x) or bool(transform_refusals())
     if values_unknown or (length.numel() and bool(length.detach().max() > LONGEST[x.dtype])):
         largest = x.detach().abs().amax(-1, keepdim=True)
         unit = torch.where(length.detach() > LONGEST[x.dtype], largest, 1.0)
