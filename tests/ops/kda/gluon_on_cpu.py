@@ -69,20 +69,29 @@ class Value:
         return Value(torch.div(self.v, _plain(other), rounding_mode="trunc"))
 
 
+def _beside(x: torch.Tensor, other: Any) -> torch.Tensor:
+    """A number of the kernel's source takes the type of what it meets."""
+    other = _plain(other)
+    if isinstance(other, torch.Tensor):
+        return other
+    same = x.dtype != torch.bool and x.dtype.is_floating_point >= isinstance(other, float)
+    return torch.as_tensor(other, dtype=x.dtype if same else None)
+
+
 def _operator(name: str) -> tuple[Any, Any]:
     f = getattr(torch, name)
 
     def forward(self: Value, other: Any) -> Any:
-        return NotImplemented if isinstance(other, Pointer) else Value(f(self.v, torch.as_tensor(_plain(other))))
+        return NotImplemented if isinstance(other, Pointer) else Value(f(self.v, _beside(self.v, other)))
 
     def reflected(self: Value, other: Any) -> Value:
-        return Value(f(torch.as_tensor(_plain(other)), self.v))
+        return Value(f(_beside(self.v, other), self.v))
 
     return forward, reflected
 
 
 for _sign, _name in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "true_divide"), ("and", "bitwise_and"),
-                     ("mod", "remainder"), ("rshift", "bitwise_right_shift")):  # fmt: skip
+                     ("mod", "remainder"), ("rshift", "bitwise_right_shift"), ("lshift", "bitwise_left_shift")):  # fmt: skip
     for _attribute, _function in zip((f"__{_sign}__", f"__r{_sign}__"), _operator(_name), strict=True):
         setattr(Value, _attribute, _function)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -188,9 +197,10 @@ _language = SimpleNamespace(
     zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
     full=lambda shape, v, dtype, layout=None: Value(torch.full(shape, v, dtype=dtype)),
     sum=lambda x, axis: Value(x.v.double().sum(axis).to(x.dtype)), min=lambda x, axis: Value(x.v.amin(axis)),
-    exp2=lambda x: Value(torch.exp2(x.v)),
-    minimum=lambda a, b: Value(torch.minimum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b)))),
-    maximum=lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b)))),
+    max=lambda x, axis: Value(x.v.amax(axis)),
+    exp2=lambda x: Value(torch.exp2(x.v)), abs=lambda x: Value(x.v.abs()),
+    minimum=lambda a, b: Value(torch.minimum(a.v, _beside(a.v, b))),
+    maximum=lambda a, b: Value(torch.maximum(a.v, _beside(a.v, b))),
     load=lambda p, mask=None, other=None: Value(p.read(mask, other)),
     store=lambda p, value, mask=None: p.write(value, mask),
     program_id=lambda axis: Value(torch.tensor(_Grid.program)),

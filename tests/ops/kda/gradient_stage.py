@@ -31,7 +31,7 @@ class Stage:
         return {n: ((g.cpu().double() - w).norm() / w.norm()).item() for n, g, w in pairs}
 
 
-def _spans(T: int, B: int, cu: list[int] | None, c: int) -> list[tuple[int, int, int, int]]:
+def spans(T: int, B: int, cu: list[int] | None, c: int) -> list[tuple[int, int, int, int]]:
     """(batch, first row, row behind the last, slot) of every chunk of c tokens."""
     if cu is None:
         per = -(-T // c)
@@ -59,13 +59,13 @@ def make(
     d, wide, both = torch.zeros(HV, slots, 2, 64, 64), torch.zeros(HV, slots, 3, 64, BK), rand(HV, slots, BK)
     norm, rows = torch.zeros(HV, tiles, 3, 16), rand(2, B, T, HV)
     unit = torch.tensor([2.0**2, 2.0**-7, 2.0**-8, 2.0**-6]).expand(HV, slots, BK // 64, 4).contiguous()
-    for _, s, e, slot in _spans(T, B, cu, 64):
+    for _, s, e, slot in spans(T, B, cu, 64):
         n = e - s
         d[:, slot, 0, :n, :n], d[:, slot, 1, :n, :n] = rand(HV, n, n).tril(), rand(HV, n, n).tril(-1)
         wide[:, slot, :, :n, :K] = 3.0 * rand(HV, 3, n, K)
     d, wide = (0.25 * d).half(), torch.stack([(wide[:, :, i] / unit[0, 0, 0, i + 1]).half() for i in range(3)], 2)
     nq, nk = (x.float().square().sum(-1).add(1e-6).rsqrt().repeat_interleave(HV // H, 2) for x in (q, k))
-    for b, s, e, tile in _spans(T, B, cu, 16):
+    for b, s, e, tile in spans(T, B, cu, 16):
         norm[:, tile, 0, : e - s], norm[:, tile, 1, : e - s] = nk[b, s:e].T, nq[b, s:e].T
     out = [torch.full((B, T, HV, K), float("nan"), dtype=t) for t in [bf16 if HV == H else torch.float32] * 2 + [bf16]]
     sums = [torch.full((slots, HV, K), float("nan")) if parameters else None for _ in range(2)]
@@ -76,7 +76,7 @@ def make(
                  "PACKED": cu is not None}  # fmt: skip
     want = [torch.zeros(B, T, HV, K, dtype=torch.float64) for _ in range(3)]
     want += [torch.zeros(HV, K, dtype=torch.float64), torch.zeros(HV, dtype=torch.float64)]
-    for b, s, e, slot in _spans(T, B, cu, 64):
+    for b, s, e, slot in spans(T, B, cu, 64):
         for h in range(HV):
             rate, bias = (1.0, 0.0) if A_log is None or dt is None else (A_log[h].double().exp(), dt[h].double())
             units = unit[h, slot, 0].double()

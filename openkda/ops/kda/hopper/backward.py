@@ -1,33 +1,68 @@
-"""Host side of the backward's last kernel on Hopper: when it can run, and its launch."""
+"""Host side of the backward's last two stages on Hopper: when they can run, and their launches."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openkda.ops.kda.hopper import installed
 from openkda.ops.kda.triton.launch import Args, Limited
+from openkda.ops.kda.triton.prepare import BETA_FLOOR
 from openkda.ops.triton.api import launch, padded, steps_of
 
 REGISTERS = 168  # a thread: three programs of four warps an SM
 
 
 def fits(a: Args) -> bool:
-    """Whether the kernel can run this call's last stage: Hopper, 16 bits, unit keys, rows that 16-byte copies can walk."""
-    tensors = (a.q, a.k, a.g)
+    """Whether `launch_gradients` can run for this call: Hopper, 16 bits, unit keys, rows that 16-byte copies can walk."""
     return (
         a.l2norm
         and not a.exact
         and a.q.device.type == "cuda"
         and torch.cuda.get_device_capability(a.q.device) == (9, 0)
         and installed()
-        and all(
-            t.element_size() == 2 and t.data_ptr() % 16 == 0 and not any(n % 16 for n in steps_of(t)) for t in tensors
-        )
+        and all(_walkable(t) for t in (a.q, a.k, a.g))
     )
 
 
+def fits_products(a: Args, do: Tensor | None) -> bool:
+    """Whether `launch_products` can too: with the output's gradient, for 128 value channels."""
+    return do is not None and a.v.shape[-1] == 128 and fits(a) and _walkable(a.v) and _walkable(do)
+
+
+def _walkable(t: Tensor) -> bool:
+    return t.element_size() == 2 and t.data_ptr() % 16 == 0 and not any(n % 16 for n in steps_of(t))
+
+
 _kernel: Limited | None = None
+_products: tuple[Any, Limited] | None = None
+
+
+def launch_products(
+    a: Args, slots: int, tiles: int, o: Tensor, do: Tensor, u: Tensor, dd: Tensor, s: Tensor, ds: Tensor, u_unit: Tensor,
+    dd_unit: Tensor, s_unit: Tensor, ds_unit: Tensor, dv: Tensor, d: Tensor, wide: Tensor, both: Tensor, unit: Tensor,
+    dbeta: Tensor, rows: Tensor,
+) -> None:  # fmt: skip
+    global _products
+    if _products is None:
+        from openkda.ops.kda.hopper.products import pairs_kernel, states_kernel
+
+        _products = states_kernel, Limited(pairs_kernel, REGISTERS)
+    B, T, _, HV, K, _ = a.sizes
+    BK, N, packed = max(64, padded(K)), a.num_sequences, a.cu is not None
+    launch(
+        _products[0], BK // 64 * slots * HV,
+        (a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, wide, both, unit),
+        steps_of(do), (T, N, slots, tiles, a.scale), (HV, BK, packed), 4, d.device,
+    )  # fmt: skip
+    launch(
+        _products[1], slots * HV,
+        (a.v, a.beta, a.cu, o, do, u, dd, u_unit, dd_unit, dv, d, unit, dbeta, rows),
+        (*steps_of(a.v), *a.beta.stride(), *steps_of(do)), (B, T, N, slots, tiles, a.scale),
+        (HV, BK, packed, a.sigmoid, BETA_FLOOR), 4, d.device,
+    )  # fmt: skip
 
 
 def launch_gradients(

@@ -24,6 +24,7 @@ from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
 C = 64
 SAVE = C // CHUNK
+HOPPER_PRODUCTS = False  # until it has run on a card
 HOPPER_GRADIENTS = True  # off, the portable kernel runs on Hopper too, to be timed beside the other
 _TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -85,13 +86,22 @@ def backward(
     d, wide = pieces(op, chunks * 2 * C * C, chunks * 3 * C * BK, device=o.device)
     dbeta = new(B, T, HV, dtype=a.beta.dtype)
     dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
-    launch(
-        products_kernel, (BK // BS + 1) * slots * HV,
-        (a.v, a.beta, a.cu, token, o, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit,
-         dv, d, wide, both, product_unit, dbeta, rows),
-        (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, tiles, a.scale),
-        (HV, BK, BS, V, BV, BU, packed, a.l2norm, scaled, a.sigmoid, do is not None, _TL[op], prec, stages), warps, o.device,
-    )  # fmt: skip
+    if HOPPER_PRODUCTS and do is not None and _multiplied_on_hopper(a, do):
+        from openkda.ops.kda.hopper.backward import launch_products
+
+        launch_products(
+            a, slots, tiles, o, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit,
+            dv, d, wide, both, product_unit, dbeta, rows,
+        )  # fmt: skip
+    else:
+        launch(
+            products_kernel, (BK // BS + 1) * slots * HV,
+            (a.v, a.beta, a.cu, token, o, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit,
+             dv, d, wide, both, product_unit, dbeta, rows),
+            (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, tiles, a.scale),
+            (HV, BK, BS, V, BV, BU, packed, a.l2norm, scaled, a.sigmoid, do is not None, _TL[op], prec, stages), warps,
+            o.device,
+        )  # fmt: skip
     del s, ds, u
     if not exact:
         del dd
@@ -122,6 +132,12 @@ def backward(
     if ds0 is not None and a.v_first:
         ds0 = ds0.transpose(-1, -2)
     return dq, dk, dv.to(a.v.dtype), dz, dbeta, rate, bias, ds0
+
+
+def _multiplied_on_hopper(a: Args, do: Tensor) -> bool:
+    from openkda.ops.kda.hopper.backward import fits_products
+
+    return fits_products(a, do)
 
 
 def _on_hopper(a: Args) -> bool:
