@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -41,8 +42,9 @@ class Decoder:
         """
         if not prompts:
             raise ValueError("prompts: expected at least one, received none")
+        prompts = [token_ids(n, prompt) for n, prompt in enumerate(prompts)]
         for n, prompt in enumerate(prompts):
-            if len(prompt) == 0:
+            if not prompt:
                 raise ValueError(
                     f"prompt {n}: expected at least one token (begin with the tokenizer's eos_id), received 0"
                 )
@@ -50,7 +52,7 @@ class Decoder:
         done = [0] * len(prompts)
         last: list[Tensor | None] = [None] * len(prompts)
         while takes := self._next_chunk([len(p) - d for p, d in zip(prompts, done, strict=True)]):
-            pieces = [list(p[d : d + take]) for p, d, take in zip(prompts, done, takes, strict=True)]
+            pieces = [p[d : d + take] for p, d, take in zip(prompts, done, takes, strict=True)]
             logits = self._run_pack(pieces)
             done = [d + take for d, take in zip(done, takes, strict=True)]
             for n, take in enumerate(takes):
@@ -62,9 +64,7 @@ class Decoder:
         """One more token for every row; logits of what follows."""
         if self.state is None:
             raise ValueError("step: expected a state, from prefill or given to the Decoder; there is none")
-        if not isinstance(tokens, Tensor) or tokens.dim() != 1:
-            got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise ValueError(f"step: expected a tensor of token ids [N], received {got}")
+        check_step(tokens, self.state[0].num_sequences)
         return self._forward(tokens.to(self.device).unsqueeze(1), None)[:, 0]
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -105,3 +105,18 @@ class Decoder:
         size = self.model.config.vocab_size
         if min(ids) < 0 or max(ids) >= size:
             raise ValueError(f"prompts: expected token ids in [0, {size}), received {min(ids)}..{max(ids)}")
+
+
+def token_ids(n: int, prompt: Sequence[int]) -> list[int]:
+    """Prompt number n as a list of integers. ValueError for anything else, such as text."""
+    try:
+        return [operator.index(t) for t in prompt]
+    except TypeError:
+        raise ValueError(f"prompt {n}: expected token ids, received {prompt!r:.80}") from None
+
+
+def check_step(tokens: Tensor, rows: int) -> None:
+    """ValueError unless `tokens` has one token for each of `rows` sequences."""
+    if not isinstance(tokens, Tensor) or tuple(tokens.shape) != (rows,):
+        got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"step: expected a tensor of token ids [N], one for each of {rows} rows, received {got}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from openkda.generation.decoder import Decoder
+from openkda.generation.decoder import Decoder, token_ids
 from openkda.generation.sampling import NGrams, SamplingOptions, generators, sample
 from openkda.generation.text import TextStream
 from openkda.models.hybrid import HybridLM
@@ -89,10 +88,7 @@ def complete(
 
 
 def _prompt(n: int, prompt: Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
-    try:
-        ids = [operator.index(t) for t in prompt]
-    except TypeError:
-        raise ValueError(f"prompt {n}: expected token ids, received {prompt!r:.80}") from None
+    ids = token_ids(n, prompt)
     if ids:
         return ids
     if tokenizer is None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from openkda.generation.decoder import Decoder
+from openkda.generation.decoder import Decoder, check_step
 from openkda.layers.state import KDAState, LayerState, MLAState, ModelState
 from openkda.models.hybrid import HybridLM
 
@@ -120,6 +120,7 @@ class GraphDecoder(Decoder):
             self._capture(self.state)
         fixed = self._fixed
         assert fixed is not None and self._replay is not None  # for the type checker: _capture made both
+        check_step(tokens, fixed.token.shape[0])
         fixed.token.copy_(tokens.unsqueeze(1))
         self._replay()
         fixed.done += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -83,9 +84,10 @@ def test_training_mode_is_left_as_it_was(model: HybridLM) -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "message"),
-    [([], "at least one"), ([[1], []], "prompt 1"), ([[1, 300]], r"\[0, 300\)"), ([[-1]], r"\[0, 300\)")],
-)
-def test_bad_prompts(model: HybridLM, prompts: list[list[int]], message: str) -> None:
+    [([], "at least one"), ([[1], []], "prompt 1"), ([[1, 300]], r"\[0, 300\)"), ([[-1]], r"\[0, 300\)"),
+     ("hello", "prompt 0: expected token ids, received 'h'"), (["hi"], "prompt 0: expected token ids, received 'hi'")],
+)  # fmt: skip
+def test_bad_prompts(model: HybridLM, prompts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Decoder(model).prefill(prompts)
 
@@ -107,6 +109,8 @@ def test_bad_use(model: HybridLM) -> None:
     for tokens in ([1, 2], torch.tensor([[1], [2]])):
         with pytest.raises(ValueError, match=r"step: expected a tensor of token ids \[N\]"):
             decoder.step(tokens)
+    with pytest.raises(ValueError, match=r"one for each of 2 rows, received \[1\]"):
+        decoder.step(torch.tensor([1]))
     with pytest.raises(ValueError, match="prefill"):
         Decoder(model).step(torch.tensor([1]))
     with pytest.raises(ValueError, match="prefill_chunk"):

@@ -88,6 +88,12 @@ def test_refusals(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
         GraphDecoder(model).step(torch.tensor([1]))
     with pytest.raises(ValueError, match="room: expected at least 2"):
         GraphDecoder(model, room=1)
+    decoder = GraphDecoder(model)
+    decoder.prefill([[1], [2]])
+    with pytest.raises(
+        ValueError, match=r"one for each of 2 rows, received \[1\]"
+    ):  # copying would spread it over both
+        decoder.step(torch.tensor([1]))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="expected a model on a CUDA device, received cpu; use Decoder"):
         GraphDecoder(model)
