@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import types
 import typing
@@ -38,7 +39,7 @@ class TrainOptions:
     out: str  # directory of the run: step-N/, last, metrics.jsonl, loss.png, data/
     preset: str = "demo"  # a name in PRESETS, or a config.json
     model: Mapping[str, Any] = field(default_factory=dict)  # ModelConfig fields set on top of the preset
-    tokenizer: str = "bytes"  # or a tokenizers JSON file
+    tokenizer: str = "bytes"  # or a tokenizers JSON or tiktoken rank file
     val_data: tuple[str, ...] = ()  # held-out text; none: val_fraction of `data`, chosen by a hash of each path
     val_fraction: float = 0.05
 
@@ -112,7 +113,9 @@ def with_settings(options: TrainOptions, settings: Sequence[str]) -> TrainOption
     unknown = sorted({key for key, _, _ in pairs} - set(run_hints) - set(model_hints))
     if unknown:
         run_keys, model_keys = ", ".join(sorted(run_hints)), ", ".join(sorted(model_hints))
-        raise ValueError(f"settings: unknown keys {unknown}; a run has {run_keys}; a model has {model_keys}")
+        close = [m[0] for key in unknown if (m := difflib.get_close_matches(key, [*run_hints, *model_hints], 1))]
+        meant = f" (did you mean {', '.join(close)}?)" if close else ""
+        raise ValueError(f"settings: unknown keys {unknown}{meant}; a run has {run_keys}; a model has {model_keys}")
     run = {key: parse_value(key, text, run_hints[key]) for key, _, text in pairs if key in run_hints}
     model = {key: parse_value(key, text, model_hints[key]) for key, _, text in pairs if key not in run_hints}
     return dataclasses.replace(options, **run, model={**options.model, **model})

@@ -51,18 +51,26 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """One line an event: for logs and pipes."""
+    """One line an event: for logs and pipes. The first step has a line too: it says how long the run will take."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._all_read = False
+        self._shown: int | None = None  # the last step that has a line
 
     def tokenizing(self, done_bytes: int, total_bytes: int) -> None:
         if done_bytes >= total_bytes and not self._all_read:
             self._all_read = True
             self.note(f"text: {total_bytes / 1e6:.1f} MB")
 
+    def step(self, report: StepReport) -> None:
+        if self._shown is None:
+            self.log(report)
+
     def log(self, report: StepReport) -> None:
+        if report.step == self._shown:
+            return
+        self._shown = report.step
         self.note(
             f"step {report.step}  {report.done:.0%}  loss {report.loss:.4f}  lr {report.lr:.2e}  "
             f"{report.tokens_per_second:,.0f} tokens/s  {duration(report.seconds_left)} left"

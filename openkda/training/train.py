@@ -90,12 +90,17 @@ def resume(path: str | Path, *, settings: Sequence[str] = (), progress: Progress
         raise ValueError(
             f"resume: expected changes of {', '.join(sorted(CHANGEABLE))} only, received {sorted(changed - CHANGEABLE)}"
         )
+    if options.steps < state.step:
+        raise ValueError(f"steps: expected at least {state.step}, where {checkpoint} stands, received {options.steps}")
     device = choose_device(options.device)
     tokenizer = load_tokenizer(checkpoint)
     sides = [TokenFile(checkpoint.parent / "data" / name) for name in ("train", "val")]
     model = load_checkpoint(checkpoint, device=device)
     trainer = Trainer(options, model, sides[0], choose_dtype(options.dtype, device))
     trainer.restore(state, checkpoint)
+    if trainer.finished:
+        spent = "" if trainer.step == options.steps else f", with max_seconds = {options.max_seconds:g} spent"
+        progress.note(f"nothing to train: step {trainer.step} of {options.steps}{spent}; raise the limit to go on")
     with alone(checkpoint.parent):
         return _run(trainer, tokenizer, sides[1], progress)
 

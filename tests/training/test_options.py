@@ -51,7 +51,10 @@ def test_model_settings(setting: str, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        (["stepz=1", "lrr=2"], r"unknown keys \['lrr', 'stepz'\]; a run has .*steps.*; a model has .*hidden_size"),
+        (
+            ["stepz=1", "lrr=2"],
+            r"unknown keys \['lrr', 'stepz'\] \(did you mean lr, steps\?\); a run has .*steps.*; a model has .*hidden_size",
+        ),
         (["model=1"], r"unknown keys \['model'\]"),
         (["steps"], r"expected key=value, received \['steps'\]"),
         (["steps=1.5"], "steps: expected an integer, received 1.5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -43,6 +44,17 @@ def test_plain_lines() -> None:
         "step 7  50%  loss 2.5000  lr 1.00e-03  1,234 tokens/s  1:05 left",
         "[brackets] stay",
     ]
+
+
+def test_plain_lines_of_the_first_step_and_of_those_logged() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    for step in range(1, 7):
+        report = replace(REPORT, step=step)
+        progress.step(report)
+        if step in (1, 4):
+            progress.log(report)
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 1", "step 4"]
 
 
 def test_live_bar() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openkda.models.checkpoint import load_checkpoint
 from openkda.training.options import TrainOptions
 from openkda.training.run_directory import RunBusy, alone, find_checkpoint, load, new_run
 from openkda.training.train import resume, train
@@ -43,6 +44,8 @@ def test_a_directory_in_use_is_left_alone(options: Callable[..., TrainOptions], 
 def test_damage_is_named(options: Callable[..., TrainOptions]) -> None:
     checkpoint = train(options("run", steps=1)).checkpoint
     assert find_checkpoint(checkpoint) == find_checkpoint(checkpoint.parent) == checkpoint
+    with pytest.raises(FileNotFoundError, match=r"the newest checkpoint of this run is .*last"):
+        load_checkpoint(checkpoint.parent)
     tensors = checkpoint / "trainer.pt"
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[: len(whole) // 2])

@@ -236,6 +236,13 @@ def test_time_budget(options: Make) -> None:
 def test_more_steps_on_resume_and_nothing_else(options: Make) -> None:
     out = train(options()).out
     assert resume(out, settings=["steps=8"]).step == 8
+    notes: list[str] = []
+    progress = Progress()
+    progress.note = notes.append  # type: ignore[method-assign]
+    assert resume(out, progress=progress).step == 8
+    assert notes == ["nothing to train: step 8 of 8; raise the limit to go on"]
+    with pytest.raises(ValueError, match=r"steps: expected at least 8, where .*step-8 stands, received 7"):
+        resume(out, settings=["steps=7"])
     for setting in ("lr=1", "hidden_size=64", "seed=1", "data=elsewhere"):
         with pytest.raises(ValueError, match=r"resume: expected changes of .* only, received"):
             resume(out, settings=[setting])
