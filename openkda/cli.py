@@ -41,7 +41,7 @@ def train(
     data: Data = [],  # noqa: B006 (typer copies it)
     preset: Annotated[str, typer.Option(help="A preset's name, or a config.json.")] = "demo",
     out: Annotated[Path | None, typer.Option(help="Directory of the run. Default: runs/PRESET.")] = None,
-    tokenizer: Annotated[str, typer.Option(help="bytes, or a tokenizers JSON file.")] = "bytes",
+    tokenizer: Annotated[str, typer.Option(help="bytes, or a tokenizers JSON or tiktoken file.")] = "bytes",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     val_data: Annotated[list[str], typer.Option(help="Held-out text. Default: 5 % of the files.")] = [],  # noqa: B006
     device: Device = "auto",
@@ -138,15 +138,12 @@ def inspect(
     from openkda.models.inspect import describe
     from openkda.models.inspect_text import render
     from openkda.models.official_text import inventory_of
-    from openkda.models.presets import PRESETS
-    from openkda.training.run_directory import find_checkpoint
 
     if any(n < 1 for n in length):
         raise ValueError(f"--length: expected positive integers, received {length}")
     tensors = inventory_of(model)
     if tensors is None:
-        target = find_checkpoint(model) if model not in PRESETS and Path(model).is_dir() else model
-        print(render(describe(target), length))
+        print(render(describe(_target(model)), length))
     else:
         print(render(describe(tensors.config), length), tensors.text, sep="\n\n")
     return 0
@@ -173,20 +170,20 @@ def demo(
 
 @app.command()
 def warmup(
-    model: Annotated[str, typer.Argument(help="A preset's name: its head sizes decide which kernels are compiled.")],
+    model: Annotated[str, typer.Argument(help="A preset's name, a config.json, a checkpoint or run directory.")],
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
 ) -> int:
-    """Compile the GPU kernels of a model ahead of its first request."""
+    """Compile the GPU kernels of a model's KDA layers ahead of its first request."""
     import torch
 
-    from openkda.models.presets import PRESETS
+    from openkda.models.inspect import describe
     from openkda.models.warmup import warmup as compile_kernels
 
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    for name, value, known in (("model", model, PRESETS), ("--dtype", dtype, dtypes)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, received {value!r}")
-    for step, seconds in compile_kernels(PRESETS[model], dtype=dtypes[dtype]):
+    if dtype not in dtypes:
+        raise ValueError(f"--dtype: expected one of {', '.join(dtypes)}, received {dtype!r}")
+    config = describe(_target(model), dtype=dtypes[dtype]).config
+    for step, seconds in compile_kernels(config, dtype=dtypes[dtype]):
         print(f"{seconds:7.2f} s  {step}")
     return 0
 
@@ -241,6 +238,14 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _fail(str(error) or type(error).__name__, 1)
     sys.exit(code or 0)
+
+
+def _target(model: str) -> str | Path:
+    """What `describe` reads: of a run's directory its newest checkpoint."""
+    from openkda.models.presets import PRESETS
+    from openkda.training.run_directory import find_checkpoint
+
+    return find_checkpoint(model) if model not in PRESETS and Path(model).is_dir() else model
 
 
 def _terminated(number: int, _frame: object) -> None:

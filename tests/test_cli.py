@@ -130,6 +130,8 @@ def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str], what: str) -
         ("generate --checkpoint TRUNCATED --prompt x", 1, "not a whole safetensors file"),
         ("generate --checkpoint RUN --prompt x --top-p 2", 1, "top_p: expected a number in (0, 1], received 2.0"),
         ("inspect nothing", 1, "nothing"),
+        ("warmup nothing", 1, "a config.json or a checkpoint directory, received nothing"),
+        ("warmup tiny --dtype int8", 1, "--dtype: expected one of bfloat16, float16, float32, received 'int8'"),
         ("inspect demo --length 0", 1, "expected positive integers"),
         ("trian", 2, "trian"),
         ("train --dta x", 2, "--dta"),

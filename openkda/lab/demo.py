@@ -141,13 +141,13 @@ def _close(result: TrainResult, console: Console) -> None:
     checkpoint, program = result.out / "last", _program()
     _say(
         console,
-        f"\nTrained on {result.tokens / 1e6:.2f} MB in {result.seconds:.0f} s; the loss curve is {result.out / 'loss.png'}",
+        f"\nTrained on {result.tokens:,} bytes in {result.seconds:.0f} s; the loss curve is {result.out / 'loss.png'}",
     )
     _say(console, "\nWhat to type next", "bold")
     for line in (
         f"{program} generate --checkpoint {checkpoint} --prompt 'class Reader:' --temperature 0.6 --no-repeat-ngram 24",
         f"{program} inspect {checkpoint}",
-        f"{program} train --data YOUR/FILES --preset demo --out runs/mine",
+        f"{program} train --data YOUR/FILES --out runs/mine --set max_seconds=300 seq_len=128",
         f"{program} eval --checkpoint {checkpoint} --data YOUR/FILES",
     ):
         _say(console, f"  {line}")
