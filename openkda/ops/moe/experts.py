@@ -103,6 +103,8 @@ def grouped_mm_refusals(x: Tensor, w: Tensor) -> list[str]:
     allowed = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     if x.dtype not in allowed or w.dtype != x.dtype:
         reasons.append(f"dtypes {x.dtype} and {w.dtype} on {x.device.type}")
+    elif torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+        reasons.append(f"{x.dtype} in a graph, for which torch's shape rule knows bfloat16 alone")
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
         reasons.append("compute capability below 8.0")
     for axis, size in (("D", w.shape[2]), ("O", w.shape[1])):

@@ -237,6 +237,21 @@ def test_refusals() -> None:
         packed_expert_mlp(x, experts, weights, PackedExperts(good.w1, good.w1, good.w3), activation=SwiGLU())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_training(dtype: torch.dtype) -> None:
+    """The grouped matmul's shape rule refuses float32, which the kernel takes: torch.compile used to fail here."""
+    leaves, experts, weights = make(D=64, dtype=dtype)
+    leaves = [t.requires_grad_() for t in leaves]
+
+    def loss(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+        return expert_mlp(x, experts, weights, w1, w3, w2, activation=SwiGLU()).float().square().sum()
+
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.autograd.grad(torch.compile(loss, backend="eager")(*leaves), leaves)
+    for a, b in zip(got, want, strict=True):
+        check_close("gradient", a, b, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize("tokens", [2, 33])
 @pytest.mark.parametrize("wrong", [-1, 7])
 def test_experts_that_are_not_there(tokens: int, wrong: int) -> None:
