@@ -1,17 +1,22 @@
-"""Compiling the GPU kernels of a model's KDA layers before the first request."""
+"""Compiling a model's GPU kernels before the first request."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from openkda.layers.kda import KimiDeltaAttention
+from openkda.layers.mla import GatedMLA
+from openkda.layers.mlp import glu
+from openkda.layers.moe import SparseMoE
 from openkda.layers.norm import RMSNorm
 from openkda.layers.state import KDAState
 from openkda.models.config import ModelConfig
+from openkda.ops.attn_res.api import attn_res_bank, attn_res_merge, attn_res_mix
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block, kda_block_commit
 
 TOKENS = 24  # more than one chunk; no kernel is specialised on a length
@@ -24,11 +29,11 @@ MOST_LONG = 64 * 128
 def warmup(
     config: ModelConfig, *, device: str | torch.device = "cuda", dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[str, float]]:
-    """Compile every kernel that the KDA layers and norms of `config` can ask for in `dtype`: prefill, continued, packed (up
-    to 16 sequences; on Hopper every doubling of that compiles once more), decoding, also in a pool, drafted tokens. Those
-    of latent attention, experts and Attention Residuals still compile in the first request.
+    """Compile every kernel that a model of `config` can ask for in `dtype` at inference: prefill, continued, packed (up to 16
+    sequences; on Hopper every doubling of that compiles once more), decoding, also in a pool, drafted tokens; decoding steps of
+    latent attention, experts for few and many tokens, Attention Residuals.
 
-    Runs one KDA layer of the config's head sizes with a hidden size of 64, so it costs memory for one layer's state only.
+    Runs one layer of each kind with the config's heads and experts and a hidden size of 64, so it costs little memory.
     Compiled kernels land in Triton's cache folder (TRITON_CACHE_DIR) and serve later processes too.
     Returns: (step, seconds) in order. Raises: ValueError without a CUDA device.
     """
@@ -65,6 +70,7 @@ def warmup(
             ("long prefill", lambda: prefill("", None, False, True, long)),
             ("continued long prefill", lambda: prefill("", "one", False, True, long)),
         ]
+    steps += _of_other_layers(config, small, device, dtype)
     taken = []
     with torch.inference_mode():
         for name, step in steps:
@@ -74,6 +80,52 @@ def warmup(
                 torch.cuda.synchronize()
             taken.append((name, time.perf_counter() - start))
     return taken
+
+
+def _of_other_layers(
+    config: ModelConfig, small: ModelConfig, device: str | torch.device, dtype: torch.dtype
+) -> list[tuple[str, Callable[[], object]]]:
+    """Latent attention, experts and Attention Residuals, where the config has them."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    activation = glu(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
+    steps: list[tuple[str, Callable[[], object]]] = [("activation", lambda: activation(random(8, 64), random(8, 64)))]
+    if config.full_attn_layers:
+        attention = GatedMLA(small, 0).to(device=device, dtype=dtype).eval()
+
+        def decode() -> None:
+            _, state = attention(random(1, TOKENS, 64), return_state=True)
+            attention(random(1, 1, 64), state=state, return_state=True)
+
+        steps.append(("decoding of latent attention", decode))
+    if config.num_experts is not None:
+        E, k = config.num_experts, config.num_experts_per_token
+        width = None if config.routed_expert_hidden_size is None else 64
+        experts = (
+            SparseMoE(replace(small, moe_intermediate_size=64, routed_expert_hidden_size=width))
+            .to(device=device, dtype=dtype)
+            .eval()
+        )
+        for tokens in (1, 4, max(5, 16 * E // k), max(6, 66 * E // k)):  # few rows an expert, and more
+            steps.append((f"experts, {tokens} tokens", partial(experts, random(tokens, 64))))
+        if config.routed_expert_hidden_size is not None:
+            norm = RMSNorm(config.routed_expert_hidden_size, config.rms_norm_eps).to(device=device, dtype=dtype)
+            steps.append(("norm of experts", partial(norm, random(TOKENS, config.routed_expert_hidden_size))))
+    if config.attn_res_block_size is not None:
+        most = -(-config.num_hidden_layers // config.attn_res_block_size) + 1
+        rows = [random(1, TOKENS, config.hidden_size) for _ in range(most)]
+        queries = torch.zeros(2, config.hidden_size, device=device)
+
+        def mix(n: int) -> None:
+            attn_res_mix(rows[:n], queries[0], config.rms_norm_eps)
+            parts = attn_res_bank(rows[:n], queries, config.rms_norm_eps)
+            attn_res_merge(parts, 0, rows[0], queries[0], config.rms_norm_eps)
+
+        for n in range(1, most + 1):
+            steps.append((f"Attention Residuals, {n} sources", partial(mix, n)))
+    return steps
 
 
 def _in_a_pool(layer: KimiDeltaAttention, state: KDAState, tokens: int, keep: str = "last") -> None:

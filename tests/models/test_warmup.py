@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from openkda.layers.kda import KimiDeltaAttention
+from openkda.models.hybrid import HybridLM
 from openkda.models.presets import PRESETS
 from openkda.models.warmup import warmup
 
@@ -21,6 +22,43 @@ def test_makes_every_kind_of_call() -> None:
         "drafted tokens in a pool",
     }
     assert wanted <= set(steps)
+
+
+K3 = PRESETS["kimi-k3"].replace(
+    hidden_size=96, kda_num_heads=2, num_attention_heads=2, num_experts=8, num_experts_per_token=2, num_hidden_layers=8,
+    moe_intermediate_size=64, routed_expert_hidden_size=64, q_lora_rank=32, intermediate_size=96, vocab_size=64,
+    kda_layers=(1, 2, 3, 5, 6, 7), full_attn_layers=(4, 8), attn_res_block_size=3, mla_fp32_output=False, vision=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_of_kimi_k3(packed: bool) -> None:
+    config = K3.replace(packed_experts=packed)
+    steps = [name for name, _ in warmup(config, device="cpu", dtype=torch.float32)]
+    assert "decoding of latent attention" in steps and "experts, 1 tokens" in steps and "norm of experts" in steps
+    assert [s for s in steps if s.startswith("Attention Residuals")][-1] == "Attention Residuals, 4 sources"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_has_nothing_left_to_compile(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and decoding steps of a whole Kimi K3 in miniature."""
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    config = K3.replace(packed_experts=packed)
+    warmup(config)
+    compiled: list[object] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
+    model = HybridLM(config).to("cuda", torch.bfloat16).eval()
+    with torch.inference_mode():
+        for rows, length in ((1, 70), (5, 30)):
+            ids = torch.randint(0, 64, (rows, length), device="cuda")
+            out = model(ids, return_state=True)
+            for _ in range(2):
+                out = model(ids[:, :1], state=out.state, return_state=True)
+    assert not compiled
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
