@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 import gluon_on_cpu
-import triton
+from gluon_aot import compiled
 from gradient_stage import make
 
 from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
@@ -53,10 +49,6 @@ def test_source_on_a_cpu(name: str) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("gate, words", [(2, 0), (1, 40), (0, 40)])
 def test_three_programs_fit_an_sm(gate: int, words: int, packed: bool) -> None:
-    """Compiled for Hopper: registers, shared memory, and at most so many instructions that move spilled registers."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from openkda.ops.kda.hopper.backward import REGISTERS
 
     constants = {
@@ -69,26 +61,11 @@ def test_three_programs_fit_an_sm(gate: int, words: int, packed: bool) -> None:
         "HAS_DT": gate > 0,
         "PACKED": packed,
     }
-    types = dict.fromkeys(("q_p", "k_p", "g_p", "dq_p", "dk_p", "dz_p"), "*bf16") | {"bound": "fp32", "cu_p": "*i64"}
-    types |= {"d_p": "*fp16", "wide_p": "*fp16"}
-    kernel = gradients.gradients_kernel
-    names = kernel.arg_names
-    signature = {
-        n: "constexpr" if n in constants else types.get(n, "*fp32" if n.endswith("_p") else "i32") for n in names
-    }
+    types = dict.fromkeys(("q_p", "k_p", "g_p", "dq_p", "dk_p", "dz_p"), "*bf16") | {"d_p": "*fp16", "wide_p": "*fp16"}
+    types |= {"bound": "fp32", "cu_p": "*i64"}
     steps = ("sqb", "sqt", "sqh", "skb", "skt", "skh", "sgb", "sgt", "sgh")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith("_p") or n in steps}
-    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    options = {"num_warps": 4, "maxnreg": REGISTERS}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(built.asm["cubin"])
-        f.flush()
-        sass = subprocess.run([tool, "-sass", f.name], capture_output=True, text=True, check=True).stdout
-    moved = len(re.findall(r"\b(?:STL|LDL)\b", sass))
-    assert moved <= words, moved
-    assert 3 * (built.metadata.shared + 1024) <= 228 * 1024
+    moved, shared = compiled(gradients.gradients_kernel, constants, types, steps, maxnreg=REGISTERS)
+    assert moved <= words and 3 * (shared + 1024) <= 228 * 1024, (moved, shared)
 
 
 @pytest.mark.gpu

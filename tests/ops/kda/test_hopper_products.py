@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 import gluon_on_cpu
+from gluon_aot import compiled
 from gradient_stage import spans
 
 from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
@@ -18,6 +19,7 @@ from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
 if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
 from openkda.ops.kda.hopper import gradient_tiles, products
+from openkda.ops.kda.hopper.backward import REGISTERS
 
 CASES: dict[str, dict[str, Any]] = {
     "one chunk": {"T": 64},
@@ -112,6 +114,22 @@ def test_source_on_a_cpu(name: str) -> None:
     for kernel, programs, tensors, numbers, constants in launches(x):
         gluon_on_cpu.run(kernels[kernel], programs, tensors, numbers, constants)
     check(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name, programs, limit", [("states_kernel", 2, None), ("pairs_kernel", 3, REGISTERS)])
+def test_programs_fit_an_sm(name: str, programs: int, limit: int | None, packed: bool) -> None:
+    types = dict.fromkeys(("v_p", "beta_p", "o_p", "do_p", "dv_p", "dbeta_p"), "*bf16") | {
+        "scale": "fp32",
+        "cu_p": "*i64",
+    }
+    types |= dict.fromkeys(("u_p", "dd_p", "s_p", "ds_p", "d_p", "wide_p"), "*fp16")
+    constants = {"HV": 96, "BK": 128, "PACKED": packed, "SIGMOID": True, "FLOOR": 1e-12}
+    steps = ("svb", "svt", "svh", "sob", "sot", "soh")
+    options = {} if limit is None else {"maxnreg": limit}
+    moved, shared = compiled(getattr(products, name), constants, types, steps, **options)
+    assert moved <= 40 and programs * (shared + 1024) <= 228 * 1024, (moved, shared)
 
 
 @pytest.mark.gpu
