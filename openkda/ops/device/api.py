@@ -8,8 +8,10 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ __all__ = [
     "has_values",
     "is_hopper",
     "is_watched",
+    "no_autocast",
     "refuse_derivative",
     "transform_refusals",
     "triton_refusals",
@@ -95,6 +98,14 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """For code that chooses its dtypes itself: inside an autocast region its products would be rounded to 16 bits."""
+    kind = x.device.type
+    if kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def choose_module(

@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from openkda.ops.kda.call import CALLS, KDACall, KDAOutput
-from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
-from openkda.ops.kda.validate import validate, validate_step
+from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate, bias_fits, is_number
+from openkda.ops.kda.validate import check_slots, overlaps_itself, validate, validate_step
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -31,8 +31,12 @@ __all__ = [
     "KDACall",
     "KDAOutput",
     "SoftplusGate",
+    "bias_fits",
+    "check_slots",
+    "is_number",
     "kda",
     "kda_step",
+    "overlaps_itself",
 ]
 
 log = logging.getLogger("openkda.ops.kda")

@@ -32,6 +32,8 @@ def is_number(x: object) -> bool:
 def bias_fits(dt_bias: Tensor, heads: int, channels: int) -> bool:
     """Whether dt_bias is [HV, K] or [HV * K], axes of one in front allowed. [K, HV] has as many values in another order."""
     shapes = ((heads, channels), (heads * channels,))
+    if tuple(dt_bias.shape) in shapes:
+        return True
     return _without_leading_ones(tuple(dt_bias.shape)) in [_without_leading_ones(s) for s in shapes]
 
 

@@ -27,14 +27,10 @@ def validate(call: KDACall, check_inputs: bool) -> KDACall:
     look = check_inputs or (call.q.device.type == "cpu" and has_values(call.q))
     _check_packing(call, look)
     _check_states(call)
-    for name, rows, low in (("state_indices", _slots(call), -1), ("state_positions", _tokens(call), 0)):
-        values = getattr(call, name)
-        if values is not None and look:
-            _check_range(name, values, low, rows)
-    if call.state_indices is not None and look:
-        used = call.state_indices[call.state_indices >= 0]
-        if used.unique().numel() != used.numel():
-            _bad("state_indices", "each slot at most once (two sequences would write one state)", used.tolist())
+    if call.state_positions is not None and look:
+        _check_range("state_positions", call.state_positions, 0, call.q.shape[0] * call.q.shape[1])
+    if call.state_indices is not None and call.initial_state is not None and look:
+        check_slots("state_indices", call.state_indices, call.initial_state.shape[0])
     if check_inputs:
         _check_values(call)
     return call
@@ -189,12 +185,12 @@ def overlaps_itself(t: Tensor) -> bool:
     return False
 
 
-def _slots(call: KDACall) -> int:
-    return 0 if call.initial_state is None else call.initial_state.shape[0]
-
-
-def _tokens(call: KDACall) -> int:
-    return call.q.shape[0] * call.q.shape[1]
+def check_slots(name: str, slots: Tensor, pool: int) -> None:
+    """The values of slot indices into a pool: -1 for none, each other one in the pool and used once."""
+    _check_range(name, slots, -1, pool)
+    used = slots[slots >= 0]
+    if used.unique().numel() != used.numel():
+        _bad(name, "each slot at most once (two sequences would write one state)", used.tolist())
 
 
 def _check_range(name: str, values: Tensor, low: int, high: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState, BlockWeights
-from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens, is_usual
+from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens, check_types, is_usual
 from openkda.ops.kda_block.commit import kda_block_commit
 
 __all__ = [
@@ -66,6 +66,8 @@ def kda_block(
     Returns: `BlockOutput`. Raises: ValueError or TypeError, showing expected and received, before anything runs.
     """
     tensors = _tensors(q, k, v, g, beta, out_gate, weights, state, slots, gate)
+    if tensors is None:
+        check_types(weights, state, gate)
     key, again = (None, None) if tensors is None else CALLS.look(
         tensors, (type(gate), gate.lower_bound, weights.norm_eps, scale, keep, impl)
     )  # fmt: skip
@@ -75,10 +77,16 @@ def kda_block(
     if keep not in ("last", "all"):
         bad("keep", "'last' or 'all'", repr(keep))
     call = BlockCall(
-        q, k, v, g, beta, out_gate, weights, state, slots, gate, g.shape[-1] ** -0.5 if scale is None else scale,
+        q, k, v, g, beta, out_gate, weights, state, slots, gate, _default_scale(g) if scale is None else scale,
         keep == "all", CALLS.seen(key),
     )  # fmt: skip
     return CALLS.module(key, lambda: _checked(call, impl)).run(call)
+
+
+def _default_scale(g: Tensor) -> float:
+    if not isinstance(g, Tensor) or not g.dim() or not g.shape[-1]:
+        bad("g.shape", "[N, T, HV, K]", list(g.shape) if isinstance(g, Tensor) else type(g).__name__)
+    return float(g.shape[-1] ** -0.5)
 
 
 def _tensors(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import no_autocast
 from openkda.ops.kda.api import kda
 from openkda.ops.kda_block import single
 from openkda.ops.kda_block.call import BlockCall, BlockOutput, BlockState
@@ -17,7 +18,7 @@ def refusals(call: BlockCall) -> list[str]:
 
 
 def run(call: BlockCall) -> BlockOutput:
-    with torch.autocast(call.q.device.type, enabled=False):
+    with no_autocast(call.q):
         done = single.step(call) if single.takes(call) else None
         return _compose(call) if done is None else done
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openkda.ops.device.api import is_watched
+from openkda.ops.device.api import has_values, is_watched
 from openkda.ops.kda_block.call import BlockCall, BlockOutput, BlockState
 from openkda.ops.norm.api import L2NORM_EPS
 
@@ -21,7 +21,8 @@ LONGEST = 1e18
 def takes(call: BlockCall) -> bool:
     """Whether `step` does this call: one token, new states out, and nobody who traces it (there is a branch on values)."""
     N, T = call.q.shape[:2]
-    return T == 1 and N > 0 and call.slots is None and not call.keep_all and not is_watched()
+    plain = T == 1 and N > 0 and call.slots is None and not call.keep_all
+    return plain and not is_watched() and has_values(call.q)
 
 
 def step(call: BlockCall) -> BlockOutput | None:

@@ -41,6 +41,9 @@ def state(rows: int) -> BlockState:
     )
 
 
+SHARED = BlockState(*(t.expand(5, *t.shape[1:]) for t in state(1).tensors()))
+
+
 def part(x: dict[str, Tensor], t: slice) -> dict[str, Tensor]:
     return {name: y[:, t] for name, y in x.items()}
 
@@ -111,6 +114,22 @@ def test_without_slots_nothing_is_overwritten() -> None:
         ({"beta": draw(2, 1, HV + 1)}, ValueError, r"beta\.shape"),
         ({"slots": torch.tensor([0])}, ValueError, r"slots\.shape"),
         ({"slots": torch.tensor([0.0, 1.0])}, TypeError, r"slots\.dtype"),
+        # In place, by index: what torch would wrap, clamp or write twice.
+        ({"state": state(5), "slots": torch.tensor([1, 1])}, ValueError, "slots: expected each slot at most once"),
+        ({"state": state(5), "slots": torch.tensor([1, -2])}, ValueError, r"slots: expected values in \[-1, 5\)"),
+        ({"state": state(5), "slots": torch.tensor([1, 5])}, ValueError, r"slots: expected values in \[-1, 5\)"),
+        ({"state": state(0), "slots": torch.tensor([-1, -1])}, ValueError, "at least one slot"),
+        ({"slots": [0, 1]}, TypeError, "slots: expected a torch.Tensor"),
+        ({"state": SHARED, "slots": torch.tensor([0, 1])}, ValueError, "recurrent: expected a pool whose slots are"),
+        ({"state": state(2).tensors()}, TypeError, "state: expected BlockState"),
+        ({"weights": {}}, TypeError, "weights: expected BlockWeights"),
+        ({"g": None}, ValueError, r"g\.shape"),
+        ({"g": draw(2, 1, HV, 0)}, ValueError, r"g\.shape"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale: expected a number"),
+        ({"gate": BoundedGate(-5.0, None, draw(K, HV))}, ValueError, r"gate\.dt_bias: expected \[HV, K\]"),
+        ({"gate": SoftplusGate(None)}, ValueError, r"gate\.A_log: expected a float32 tensor"),
+        ({"weights": replace(WEIGHTS, norm=None)}, TypeError, r"weights\.norm: expected a float tensor"),
+        ({"weights": replace(WEIGHTS, norm_eps=float("nan"))}, ValueError, r"weights\.norm_eps"),
         ({"state": state(3)}, ValueError, "state rows"),
         ({"weights": replace(WEIGHTS, norm=draw(V + 1))}, ValueError, r"weights\.norm"),
         ({"weights": replace(WEIGHTS, conv_q=draw(H * K, 5))}, ValueError, "W = 2, 3 or 4"),
@@ -181,6 +200,10 @@ def test_commit_refuses_what_does_not_fit() -> None:
         ({"q": x["q"][:, :2]}, ValueError, r"q\.shape"),
         ({"state": state(3)}, ValueError, "state rows"),
         ({"states": every[0]}, ValueError, "states, q shapes"),
+        ({"states": every.int()}, TypeError, "states.dtype"),
+        ({"state": pool.tensors()}, TypeError, "state: expected BlockState"),
+        ({"slots": torch.tensor([1, 1])}, ValueError, "slots: expected each slot at most once"),
+        ({"slots": torch.tensor([0, 2])}, ValueError, r"slots: expected values in \[-1, 2\)"),
     ):
         with pytest.raises(error, match=message):
             kda_block_commit(**{**good, **change})  # type: ignore[arg-type]

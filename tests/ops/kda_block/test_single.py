@@ -108,6 +108,16 @@ def wrong(c: BlockCall) -> dict[str, BlockCall]:
     )
     out["gate"] = dataclasses.replace(c, gate=None)
     out["A_log"] = dataclasses.replace(c, gate=BoundedGate(-5.0, torch.zeros(3)))
+    out["softplus without A_log"] = dataclasses.replace(c, gate=SoftplusGate(None))  # type: ignore[arg-type]
+    out["16-bit A_log"] = dataclasses.replace(c, gate=BoundedGate(-5.0, torch.zeros(4).half()))
+    out["dt_bias turned"] = dataclasses.replace(c, gate=BoundedGate(-5.0, None, torch.zeros(16, 4)))
+    for scale in (float("nan"), float("inf"), torch.tensor(2.0), "2"):
+        out[f"scale {scale}"] = dataclasses.replace(c, scale=scale)
+    for eps in (float("nan"), -1.0, torch.tensor(1e-5), None):
+        out[f"norm_eps {eps}"] = dataclasses.replace(c, weights=dataclasses.replace(c.weights, norm_eps=eps))
+    for name in ("conv_q", "norm"):
+        ints = dataclasses.replace(c.weights, **{name: getattr(c.weights, name).int()})
+        out[f"integer {name}"] = dataclasses.replace(c, weights=ints)
     out["tokens"] = dataclasses.replace(
         c, **{n: getattr(c, n)[:, :0] for n in ("q", "k", "v", "g", "beta", "out_gate")}
     )

@@ -7,16 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import no_autocast
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens
 from openkda.ops.kda.chunkwise.plan import make_plan
 from openkda.ops.kda.chunkwise.segments import Saved, block_backward, block_forward
 
 Spans = list[tuple[int, int]]
-
-
-def no_autocast(t: Tensor) -> torch.autocast:
-    """The dtypes are chosen here: inside an autocast region the products would be rounded to 16 bits."""
-    return torch.autocast(t.device.type, enabled=False)
 
 
 class Chunkwise(torch.autograd.Function):

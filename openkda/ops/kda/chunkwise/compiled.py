@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import define, derive, refuse_derivative
-from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans, no_autocast
+from openkda.ops.device.api import define, derive, no_autocast, refuse_derivative
+from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
 from openkda.ops.packing.api import check_cu_seqlens

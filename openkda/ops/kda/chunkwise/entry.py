@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from openkda.ops.device.api import has_values, transform_refusals
+from openkda.ops.device.api import has_values, no_autocast, transform_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
-from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans, no_autocast
+from openkda.ops.kda.chunkwise.autograd import Chunkwise, Spans
 from openkda.ops.kda.chunkwise.compiled import kda_chunkwise_op, spans_of
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens, prologue
 from openkda.ops.kda.states import compute_dtype, load_states, outgoing, read_states, store_states
