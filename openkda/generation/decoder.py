@@ -42,21 +42,21 @@ class Decoder:
         """
         if not prompts:
             raise ValueError("prompts: expected at least one, received none")
-        prompts = [token_ids(n, prompt) for n, prompt in enumerate(prompts)]
-        for n, prompt in enumerate(prompts):
+        ids = [token_ids(n, prompt) for n, prompt in enumerate(prompts)]
+        for n, prompt in enumerate(ids):
             if not prompt:
                 raise ValueError(
                     f"prompt {n}: expected at least one token (begin with the tokenizer's eos_id), received 0"
                 )
-        self._check_ids([t for prompt in prompts for t in prompt])
-        done = [0] * len(prompts)
-        last: list[Tensor | None] = [None] * len(prompts)
-        while takes := self._next_chunk([len(p) - d for p, d in zip(prompts, done, strict=True)]):
-            pieces = [p[d : d + take] for p, d, take in zip(prompts, done, takes, strict=True)]
+        self._check_ids([t for prompt in ids for t in prompt])
+        done = [0] * len(ids)
+        last: list[Tensor | None] = [None] * len(ids)
+        while takes := self._next_chunk([len(p) - d for p, d in zip(ids, done, strict=True)]):
+            pieces = [p[d : d + take] for p, d, take in zip(ids, done, takes, strict=True)]
             logits = self._run_pack(pieces)
             done = [d + take for d, take in zip(done, takes, strict=True)]
             for n, take in enumerate(takes):
-                if take and done[n] == len(prompts[n]):
+                if take and done[n] == len(ids[n]):
                     last[n] = logits[n]
         return torch.stack([row for row in last if row is not None])
 
