@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +14,8 @@ try:
     import fcntl
 except ImportError:  # no such locks on Windows: there two saves at once are not told apart
     fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger("openkda.models.checkpoint")
 
 _REPLACED = ".replaced"
 
@@ -45,10 +49,14 @@ def whole_directory(directory: Path, is_old: Callable[[str], bool]) -> Iterator[
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a directory's entries, are on the disk."""
+    """Wait until a file, or a directory's entries, are on the disk. Of a directory some file systems in user space cannot say so;
+    they are believed."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS) or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 
@@ -64,6 +72,8 @@ def _locked(partial: Path, directory: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise FileExistsError(f"{directory}: another save is writing there ({partial})") from None
+            except OSError as error:
+                log.info("%s: no locks on this file system (%s)", directory, error)
         for left in partial.iterdir():
             left.unlink()
         yield

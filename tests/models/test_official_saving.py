@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,34 @@ def test_two_saves_at_once(k3: Path, copy_of_k3: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(official, "save_file", meanwhile)
     save_official(model, copy_of_k3, overwrite=True)
     assert load_official(copy_of_k3)
+
+
+def test_file_systems_without_locks_and_directory_syncs(
+    k3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network and user-space file systems have neither."""
+    real = os.fsync
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def no_directories(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(handle)
+
+    monkeypatch.setattr(whole_directory.fcntl, "flock", no_locks)
+    monkeypatch.setattr(whole_directory.os, "fsync", no_directories)
+    save_official(load_official(k3), tmp_path / "out")
+    assert load_official(tmp_path / "out")
+
+    def broken(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(whole_directory.os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        save_official(load_official(k3), tmp_path / "other")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_full_disk_is_named(k3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
