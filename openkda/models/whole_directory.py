@@ -49,8 +49,10 @@ def whole_directory(directory: Path, is_old: Callable[[str], bool]) -> Iterator[
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a directory's entries, are on the disk. Of a directory some file systems in user space cannot say so;
-    they are believed."""
+    """Wait until a file, or a directory's entries, are on the disk.
+
+    Some file systems in user space cannot say so of a directory; they are believed.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
