@@ -1,7 +1,8 @@
 """FlashKDA beside ours: built outside the repository from its public source, called without torch's extension machinery.
 
     python benchmarks/flash_kda.py build FLASHKDA_CHECKOUT CUTLASS_CHECKOUT LIBRARY.so      needs CUDA_HOME; 90 s on one core
-    PYTHONPATH=. python benchmarks/flash_kda.py time LIBRARY.so                             needs an H200
+    PYTHONPATH=. python benchmarks/flash_kda.py check LIBRARY.so                            needs an H200
+    PYTHONPATH=. python benchmarks/hopper_forward.py time LIBRARY.so                        in turns with ours
 
 FlashKDA is MoonshotAI/FlashKDA with the CUTLASS commit that it names as its submodule. Its launcher takes plain pointers, so a
 few lines of C make a library that ctypes can call, which depends on no version of torch or Python. What its Python binding does
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -103,35 +104,34 @@ class FlashKDA:
         return out, st
 
 
-def time(library: str) -> None:
-    """Errors against the float64 loop on a short pack; then in turns with ours, medians of graphs with cold caches."""
+@cache
+def _loaded(library: str) -> FlashKDA:
+    return FlashKDA(library)
+
+
+def call(
+    library: str, args: tuple[Any, ...], lens: list[int], cu: torch.Tensor | None, transposed: bool = False
+) -> partial[tuple[torch.Tensor, torch.Tensor]]:
+    """A call on inputs as benchmarks/hopper_forward.py makes them; zeros enter where they name no state."""
+    *tokens, s0 = args
+    if s0 is None:
+        s0 = torch.zeros(len(lens), tokens[0].shape[2], 128, 128, device=tokens[0].device)
+    elif transposed:
+        s0 = s0.transpose(2, 3).contiguous()
+    return partial(_loaded(library), *tokens, s0, None if cu is None else cu.long())
+
+
+def check(library: str) -> None:
+    """Its errors against the float64 loop, on a pack with slow gates."""
     import hopper_forward as ours
 
-    flash = FlashKDA(library)
-
-    def theirs(args: tuple[Any, ...], lens: list[int]) -> partial[tuple[torch.Tensor, torch.Tensor]]:
-        *tokens, s0 = args
-        if s0 is None:
-            s0 = torch.zeros(len(lens), tokens[0].shape[2], 128, 128, device="cuda")
-        cu = ours.offsets(tuple(lens))
-        return partial(flash, *tokens, s0, None if cu is None else cu.long())
-
     lens = [1, 130, 64, 317]
-    args = ours.inputs(lens, 4, 4, -6.0)
-    want_o, want_s = ours.reference(*args, lens)
-    got_o, got_s = theirs((*args[:-1], args[-1].transpose(2, 3).contiguous()), lens)()
-    print(
-        f"error, slow gates: output {ours.rel(got_o, want_o):.1e} state {ours.rel(got_s.transpose(2, 3), want_s):.1e}"
-    )
-    for name, lens, h in ours.SHAPES:
-        row = []
-        for shift in (0.0, -6.0):
-            args = ours.inputs(lens, h, h, shift, state=len(lens) > 1)
-            row += [ours.graphed(theirs(args, lens)), ours.graphed(partial(ours.run, args, lens))]
-        print(
-            f"{name:14s} FlashKDA fast {row[0]:.4f} slow {row[2]:.4f} | ours {row[1]:.4f} {row[3]:.4f} ms", flush=True
-        )
+    for shift in (0.0, -6.0):
+        args = ours.inputs(lens, 4, 4, shift)
+        want_o, want_s = ours.reference(*args, lens)
+        o, s = call(library, args, lens, ours.offsets(tuple(lens)), True)()
+        print(f"gates {shift}: output {ours.rel(o, want_o):.1e} state {ours.rel(s.transpose(2, 3), want_s):.1e}")
 
 
 if __name__ == "__main__":
-    {"build": build, "time": time}[sys.argv[1]](*sys.argv[2:])
+    {"build": build, "check": check}[sys.argv[1]](*sys.argv[2:])

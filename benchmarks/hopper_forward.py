@@ -1,19 +1,22 @@
 """Checks the Hopper forward against a float64 token recurrence, then times it.
 
-PYTHONPATH=. python benchmarks/hopper_forward.py check [schedule ..]|time|host|once
+PYTHONPATH=. python benchmarks/hopper_forward.py check [schedule ..]|time [rows.json] [flashkda.so]|host|once
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import contextmanager
 from functools import cache, partial
 from time import perf_counter
 
+import flash_kda
 import torch
 import triton
 
 from openkda.ops.kda.hopper import launch
+from openkda.ops.kda.hopper.schedule import choose
 
 BOUND = -5.0
 
@@ -165,24 +168,33 @@ def graphed(fn):
 
 
 def time():
+    """Every schedule that can run a shape, fast and slow gates in turns; with FlashKDA where its library is named. The rows go
+    to a file where one is named."""
+    library = next((a for a in sys.argv[2:] if a.endswith(".so")), None)
+    target = next((a for a in sys.argv[2:] if a.endswith(".json")), None)
+    rows = []
     for name, lens, h in SHAPES:
-        schedules = ["fused", "two_pass"]
-        if len(lens) == 1 and h <= 66:
-            schedules += [("segments", n) for n in sorted({132 // h, max(66 // h, 2)})]
-        for schedule in schedules:
-            row = []
-            for shift in (0.0, -6.0):
-                args = inputs(lens, h, h, shift, state=len(lens) > 1)
-                row.append(graphed(partial(run, args, lens, schedule=schedule)))
-            eager = triton.testing.do_bench(
-                partial(run, args, lens, schedule=schedule), warmup=5, rep=30, return_mode="median"
+        args = [inputs(lens, h, h, shift, state=len(lens) > 1) for shift in (0.0, -6.0)]
+        chosen = choose(sum(lens), len(lens), h, len(lens) > 1, launch._sm_count(0))
+        schedules = dict.fromkeys([chosen, "fused", "two_pass"] if h >= 32 else [chosen, "two_pass"])
+        calls = {str(s): [partial(run, a, lens, schedule=s) for a in args] for s in schedules}
+        if library:
+            calls["FlashKDA"] = [flash_kda.call(library, a, lens, offsets(tuple(lens))) for a in args]
+        for who, (fast, slow) in calls.items():
+            ms = [graphed(fn) for fn in (fast, slow, fast, slow)]
+            row = {"case": name, "who": who, "chosen": who == str(chosen), "fast": min(ms[::2]), "slow": min(ms[1::2])}
+            if who == str(chosen):
+                row["eager"] = triton.testing.do_bench(fast, warmup=5, rep=20, return_mode="median")
+            rows.append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+            print(
+                f"{name:14s} {who:16s}",
+                *(f"{k} {v}" for k, v in rows[-1].items() if k not in ("case", "who")),
+                flush=True,
             )
-            print(f"{name:14s} {schedule!s:18s} fast {row[0]:.4f}  slow {row[1]:.4f}  eager {eager:.4f} ms", flush=True)
-        q, k, v, g, beta, a_log, dt, s0 = args
-        p = launch._Problem(q, k, v, g, beta, a_log, dt, 128**-0.5, BOUND, offsets(tuple(lens)))
-        prepare = graphed(partial(launch._prepare, p))
-        print(f"{name:14s} prepare alone {prepare:.4f} ms", flush=True)
-        del args, q, k, v, g, beta, s0, p
+        del args, calls
+    if target:
+        with open(target, "w") as file:
+            json.dump(rows, file, indent=1)
 
 
 def host():
