@@ -54,7 +54,7 @@ def test_goal_accuracy(gate: str, dtype: torch.dtype) -> None:
 def test_sizes(K: int, V: int) -> None:
     for dtype in (BF16, F32):
         x = make_inputs(0, T=150, K=K, V=V, gate="softplus", use_qk_l2norm=True).to(dtype=dtype, device="cuda")
-        checks.check_gradients(f"{dtype}", gradients(x, impl="triton"), checks.reference(x), checks.limits(dtype))
+        checks.hold(f"{dtype}", x, gradients(x, impl="triton"), checks.reference(x))
 
 
 def test_exact_operands_on_bfloat16() -> None:
