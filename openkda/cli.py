@@ -173,7 +173,7 @@ def warmup(
     model: Annotated[str, typer.Argument(help="A preset's name, a config.json, a checkpoint or run directory.")],
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
 ) -> int:
-    """Compile the GPU kernels of a model's KDA layers ahead of its first request."""
+    """Compile the GPU kernels of a model ahead of its first request."""
     import torch
 
     from openkda.models.inspect import describe
