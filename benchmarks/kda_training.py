@@ -2,6 +2,7 @@
 
     python benchmarks/kda_training.py            everything, about three minutes; kept under benchmarks/results/
     python benchmarks/kda_training.py --quick    one minute; nothing is stored
+    python benchmarks/kda_training.py --part times    or errors: one of the two; the other stays in the stored result
 
 Gate, l2norm and the sigmoid of beta are inside for ours and for fla-core. cudnn-frontend's Hopper engine has a backward of the
 bare core only, so it is given unit q and k, log decays in float32 and sigmoids: less work than the others do. Slow gates are
@@ -35,6 +36,8 @@ from openkda.testing.runs import gradients
 LIMITS = {
     "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dinitial_state": 6e-3, "dg": 1.2e-2, "dbeta": 1.2e-2, "dA_log": 6e-3, "ddt_bias": 6e-3,
 }  # fmt: skip
+NEAR = 2.0
+"""Keys of one direction with beta about 1, in the limits above: what float16 operands may be off by there."""
 GATES = {"bounded": ("random", "slow", "fast"), "softplus": ("random", "slow", "fast")}
 
 
@@ -70,7 +73,8 @@ def errors(quick: bool) -> list[Row]:
                         if way == "ours":
                             raise
                         row[way] = f"{type(e).__name__}: {str(e)[:60]}"
-                bad = {n: e for n, e in row["ours"].items() if not e <= LIMITS[n]}
+                limit = {n: most * (NEAR if near else 1.0) for n, most in LIMITS.items()}
+                bad = {n: e for n, e in row["ours"].items() if not e <= limit[n]}
                 if bad:
                     raise SystemExit(f"wrong gradients, nothing timed: {row['case']}: {bad}")
                 table.append(row)
@@ -187,26 +191,43 @@ def render(table: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def store(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+    parts = []
+    if "errors" in found:
+        parts += [", ".join(f"{k} {v}" for k, v in found["errors_about"].items()), render_errors(found["errors"])]
+    if "rows" in found:
+        parts += [", ".join(f"{k} {v}" for k, v in found["about"].items()), render(found["rows"])]
+    path.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Forward and backward of KDA on a GPU beside its peers")
     parser.add_argument("--quick", action="store_true", help="one minute; nothing is stored")
+    parser.add_argument("--part", choices=("errors", "times"), default=None)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    wrong = errors(options.quick)
-    print(render_errors(wrong), flush=True)
-    torch.set_grad_enabled(False)
-    speed = bandwidth()
-    about = {**versions(), "copy": f"{speed / 1e12:.2f} TB/s"}
-    print(about, flush=True)
-    table = rows(options.quick, speed)
-    table += [] if options.quick else [first_step_row()]
-    print(render(table), flush=True)
-    if not options.quick:
-        path = options.out / ("kda-training-" + about["device"].lower().replace(" ", "-") + ".json")
-        options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"about": about, "errors": wrong, "ratios": ratios(wrong), "rows": table}, indent=1))
-        head = ", ".join(f"{k} {v}" for k, v in about.items())
-        path.with_suffix(".md").write_text("\n\n".join([head, render_errors(wrong), render(table)]) + "\n")
+    path = options.out / ("kda-training-" + torch.cuda.get_device_name().lower().replace(" ", "-") + ".json")
+    found: dict[str, Any] = json.loads(path.read_text()) if options.part and path.exists() else {}
+    if options.part != "times":
+        wrong = errors(options.quick)
+        found.update(errors=wrong, ratios=ratios(wrong), errors_about=versions())
+        print(render_errors(wrong), flush=True)
+        if not options.quick:
+            store(path, found)
+    if options.part != "errors":
+        torch.set_grad_enabled(False)
+        speed = bandwidth()
+        found["about"] = {**versions(), "copy": f"{speed / 1e12:.2f} TB/s"}
+        print(found["about"], flush=True)
+        found["rows"] = rows(options.quick, speed)
+        print(render(found["rows"]), flush=True)
+        if not options.quick:
+            store(path, found)  # the next one compiles everything
+            found["rows"].append(first_step_row())
+            print(render(found["rows"][-1:]), flush=True)
+            store(path, found)
 
 
 if __name__ == "__main__":
