@@ -128,11 +128,43 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"return_intermediate_states": True}, ValueError, "inference_mode"),
         ({"initial_state": torch.zeros(2, 4, 16, 24, dtype=torch.float64)}, TypeError, "float32"),
         ({"head_first": True}, TypeError, "head_first"),
+        # What fla would take without a word: a gate that does not run, a decay above 1, a gate of wrong order, a number whose
+        # gradient would be lost.
+        ({"A_log": torch.zeros(4)}, ValueError, "use_gate_in_kernel=True"),
+        ({"dt_bias": torch.zeros(64)}, ValueError, "use_gate_in_kernel=True"),
+        ({"use_gate_in_kernel": True, "lower_bound": 0.0}, ValueError, "a number below 0"),
+        ({"use_gate_in_kernel": True, "lower_bound": 1.0}, ValueError, "a number below 0"),
+        ({"use_gate_in_kernel": True, "lower_bound": float("nan")}, ValueError, "a number below 0"),
+        (
+            {"use_gate_in_kernel": True, "lower_bound": torch.tensor(-5.0)},
+            TypeError,
+            "a number below 0, received Tensor",
+        ),
+        ({"use_gate_in_kernel": True, "A_log": torch.zeros(4).int()}, TypeError, "A_log: expected a float tensor"),
+        (
+            {"use_gate_in_kernel": True, "lower_bound": -9.0, "dt_bias": torch.zeros(16, 4)},
+            ValueError,
+            "dt_bias: expected",
+        ),
+        ({"beta": torch.zeros(2, 70, 4, 24)}, ValueError, r"beta\.shape"),
+        ({"scale": torch.tensor(1.0, requires_grad=True)}, TypeError, "scale: expected a number"),
+        ({"cu_seqlens_cpu": torch.tensor([0, 70])}, ValueError, "cu_seqlens_cpu: expected the values of cu_seqlens"),
     ],
 )
 def test_the_unsupported_raises(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        fla.chunk_kda(*tokens(inputs()), **options)
+        fla.chunk_kda(**{**dict(zip(("q", "k", "v", "g", "beta"), tokens(inputs()), strict=True)), **options})
+
+
+def test_lengths_on_the_host_are_those_on_the_device() -> None:
+    """They decide where h is taken: other ones would give states of other tokens."""
+    x = inputs(B=1, lengths=(30, 40))
+    for host in ([0, 40, 70], [0, 10, 30, 70]):
+        with torch.no_grad(), pytest.raises(ValueError, match="cu_seqlens_cpu: expected the values of cu_seqlens"):
+            fla.chunk_kda(
+                *tokens(x), cu_seqlens=x.options["cu_seqlens"], cu_seqlens_cpu=torch.tensor(host),
+                return_intermediate_states=True,
+            )  # fmt: skip
 
 
 def test_gate_functions() -> None:
@@ -146,6 +178,45 @@ def test_gate_functions() -> None:
     assert fla.fused_kda_gate(g, A_log, output_dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("bound", [None, -5.0, -9.0])
+def test_gates_hold_where_their_parameters_are_large(bound: float | None) -> None:
+    """exp(A_log) beyond float32, raw inputs at 0 and far below: no NaN, neither in the gate nor in its gradients."""
+    g = torch.tensor([0.0, -200.0, 200.0, -1e30]).expand(2, 3, 4, 4).clone().requires_grad_()
+    A_log, bias = torch.full((4,), 95.0, requires_grad=True), torch.zeros(16, requires_grad=True)
+    y = fla.fused_kda_gate(g, A_log, bias, bound)
+    assert bool(((y <= 0) & ~y.isnan()).all())
+    y.clamp_min(-100).sum().backward()
+    assert all(t.grad is not None and not bool(t.grad.isnan().any()) for t in (g, A_log, bias))
+
+
+def test_float64_stays_float64() -> None:
+    x = inputs().to(dtype=torch.float64)
+    A_log, bias = torch.randn(4, dtype=torch.float64), torch.randn(64, dtype=torch.float64)
+    flags = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    for bound in (None, -5.0, -9.0):
+        g = fla.fused_kda_gate(x.g, A_log, bias, bound, torch.float64)
+        want = fla.naive_recurrent_kda(x.q, x.k, x.v, g, 2 * x.beta.sigmoid())[0]
+        got = fla.chunk_kda(*tokens(x), A_log=A_log, dt_bias=bias, lower_bound=bound, **flags)[0]
+        check_close("o", got, want, 1e-13)
+
+
+@pytest.mark.parametrize("op", [fla.naive_recurrent_kda, fla.naive_chunk_kda])
+def test_naive_forms_take_any_mixture_of_dtypes(op: Any) -> None:
+    """As fla's: float32 inside, o in v's dtype."""
+    x = inputs()
+    q, k, v, g, beta = tokens(x)
+    mixed = (q.bfloat16(), k, v.half(), g.double(), beta.bfloat16())
+    assert x.initial_state is not None
+    for state in (x.initial_state.bfloat16(), x.initial_state[:1]):
+        o, S = op(*mixed, initial_state=state, output_final_state=True)
+        want = op(
+            *(t.double() for t in mixed), initial_state=state.double().expand(2, -1, -1, -1), output_final_state=True
+        )
+        assert o.dtype == torch.half
+        check_close("o", o, want[0], 1e-3)
+        check_close("state", S, want[1], 1e-12)
+
+
 def test_gate_of_published_code() -> None:
     """0.4: flat input, head size third, then the bias, by position or by name."""
     g, A_log, bias = torch.randn(3, 5, 64), torch.randn(1, 1, 4, 1), torch.randn(64)
@@ -155,6 +226,16 @@ def test_gate_of_published_code() -> None:
     assert torch.equal(fla.fused_kda_gate(g, A_log, head_k_dim=16, g_bias=bias), want)
     sharp = fla.fused_kda_gate(g, A_log, 16, g_bias=bias, beta=2.0, threshold=1.0)
     check_close("beta", sharp, -A_log.exp().view(4, 1) * F.softplus((g + bias).unflatten(-1, (4, 16)), 2.0, 1.0), 1e-6)
+    for wrong, error, message in (
+        (lambda: fla.fused_kda_gate(g, A_log, 16, bias, 2.0), TypeError, "beta and threshold by name"),
+        (lambda: fla.fused_kda_gate(g, A_log, 16, bias, torch.zeros(3, 5, 4)), TypeError, "received Tensor"),
+        (lambda: fla.fused_kda_gate(g, A_log, 16, bias, g_bias=bias), ValueError, "one bias"),
+        (lambda: fla.fused_kda_gate(g, A_log, dt_bias=bias, head_k_dim=16, g_bias=bias), ValueError, "one bias"),
+        (lambda: fla.fused_kda_gate(g, A_log, 0), ValueError, r"H \* 0"),
+        (lambda: fla.fused_kda_gate(g, A_log, 5), ValueError, r"H \* 5"),
+    ):
+        with pytest.raises(error, match=message):
+            wrong()
     with pytest.raises(ValueError, match=r"0\.4"):
         fla.fused_kda_gate(g.unflatten(-1, (4, 16)), A_log, g_bias=bias)
     with pytest.raises(ValueError, match="A_log"):
@@ -210,6 +291,28 @@ def test_the_form_over_a_pool() -> None:
             fla.fused_recurrent_kda_fwd(*tokens(x), initial_state=pool, cu_seqlens=cu, **options)
     with pytest.raises(ValueError, match="the pool"):
         fla.fused_recurrent_kda_fwd(*tokens(x))
+    for wrong in (
+        torch.zeros(5, *x.v.shape),
+        torch.zeros(x.v.shape).long(),
+        torch.zeros(1, 1, 4, 24).expand(x.v.shape),
+    ):
+        before = pool.clone()
+        with pytest.raises(ValueError, match="out: expected"):
+            fla.fused_recurrent_kda_fwd(
+                *tokens(x), initial_state=pool, cu_seqlens=cu, ssm_state_indices=slots, out=wrong
+            )
+        assert torch.equal(pool, before)
+
+
+def test_a_pool_in_bfloat16() -> None:
+    x = inputs(B=1, lengths=(3, 67))
+    options = {"cu_seqlens": x.options["cu_seqlens"], "ssm_state_indices": torch.tensor([2, 0])}
+    start = torch.randn(3, 4, 16, 24).bfloat16()
+    narrow, wide = start.clone(), start.float()
+    o = fla.fused_recurrent_kda_fwd(*tokens(x), initial_state=narrow, **options)[0]
+    want = fla.fused_recurrent_kda_fwd(*tokens(x), initial_state=wide, **options)[0]
+    check_close("o", o, want, 1e-6)
+    assert torch.equal(narrow, wide.bfloat16())
 
 
 @pytest.mark.parametrize("op", [fla.naive_recurrent_kda, fla.naive_chunk_kda])

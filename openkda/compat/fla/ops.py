@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.compat.fla.gates import fused_kda_gate
-from openkda.ops.kda.api import KDAOutput, kda
+from openkda.compat.fla.gates import check_bound, fused_kda_gate
+from openkda.ops.device.api import has_values
+from openkda.ops.kda.api import KDAOutput, kda, overlaps_itself
 from openkda.ops.kda.gate import LOWER_BOUND_RANGE, BoundedGate, Gate, SoftplusGate
 
 
@@ -54,7 +55,7 @@ def chunk_kda(
     cu_seqlens_cpu (only h reads lengths on the host).
     Raises: NotImplementedError for cp_context; ValueError as fla does, showing expected and received.
     """
-    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, lower_bound)
+    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     if cp_context is not None:
         raise NotImplementedError("cp_context: context parallelism is not part of this function")
     if chunk_size not in (32, 64):
@@ -67,6 +68,7 @@ def chunk_kda(
         raise ValueError(
             f"cu_seqlens: expected max_num_seqs + 1 = {max_num_seqs + 1} entries, received {len(cu_seqlens)}"
         )
+    _check_cpu_lengths(cu_seqlens, cu_seqlens_cpu)
     state_v_first = _layout(state_v_first, transpose_state_layout)
     positions = None
     if return_intermediate_states:
@@ -107,7 +109,7 @@ def fused_recurrent_kda(
     transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final_state); arguments as in `chunk_kda`. Short calls run token by token on a GPU by themselves."""
-    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, lower_bound)
+    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     state_v_first = _layout(state_v_first, transpose_state_layout)
     out = _kda(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -147,8 +149,9 @@ def fused_recurrent_kda_fwd(
     Raises: NotImplementedError for num_accepted_tokens and slots per token (speculative decoding), and for indices without
     inplace_final_state; ValueError for inplace_final_state without a pool.
     """
-    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, lower_bound)
-    if num_accepted_tokens is not None or (ssm_state_indices is not None and ssm_state_indices.dim() != 1):
+    _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    _check_out(out, v)
+    if num_accepted_tokens is not None or (isinstance(ssm_state_indices, Tensor) and ssm_state_indices.dim() != 1):
         raise NotImplementedError(
             "num_accepted_tokens, ssm_state_indices: one slot a sequence, no speculative decoding"
         )
@@ -159,6 +162,7 @@ def fused_recurrent_kda_fwd(
         if initial_state is None:
             raise ValueError("initial_state: expected the pool that inplace_final_state=True writes, received None")
         if slots is None:
+            _check_tensor("q", q)
             n = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
             slots = torch.arange(n, dtype=torch.int32, device=q.device)
     found = _kda(
@@ -179,14 +183,11 @@ def naive_recurrent_kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(o, final_state) by the token loop, for normalised q and k, log decay g and beta in [0, 1]; any device.
+    """(o in v's dtype, final_state) by the token loop, for normalised q and k, log decay g and beta in [0, 1]; any device, any
+    mixture of float dtypes (float32 inside, float64 where one is float64).
 
-    initial_state: [N, HV, K, V], or [HV, K, V] for every sequence."""
-    first = _of_each(initial_state, q)
-    out = kda(
-        q, k, v, g, beta, scale=scale, initial_state=first, output_final_state=output_final_state, impl="reference"
-    )
-    return out.output, out.final_state
+    initial_state: [N, HV, K, V], or one [HV, K, V] or [1, HV, K, V] for every sequence."""
+    return _naive("reference", q, k, v, g, beta, scale, initial_state, output_final_state)
 
 
 def naive_chunk_kda(
@@ -204,24 +205,74 @@ def naive_chunk_kda(
     positive and otherwise has no effect on the result."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected a positive number, received {chunk_size}")
-    first = _of_each(initial_state, q)
+    return _naive("chunkwise", q, k, v, g, beta, scale, initial_state, output_final_state)
+
+
+def _naive(
+    impl: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, state: Tensor | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if state is not None:
+        given["initial_state"] = state
+    for name, t in given.items():
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            raise TypeError(f"{name}: expected a float tensor, received {getattr(t, 'dtype', type(t).__name__)}")
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in given.values()) else torch.float32
+    if state is not None:
+        one = state.dim() == 3 or (state.dim() == 4 and state.shape[0] == 1)
+        state = (state.expand(q.shape[0], *state.shape[-3:]) if one else state).to(wide)
     out = kda(
-        q, k, v, g, beta, scale=scale, initial_state=first, output_final_state=output_final_state, impl="chunkwise"
-    )
-    return out.output, out.final_state
+        *(t.to(wide) for t in (q, k, v, g, beta)), scale=scale, initial_state=state,
+        output_final_state=output_final_state, impl=impl,
+    )  # fmt: skip
+    return out.output.to(v.dtype), out.final_state
 
 
-def _check_flags(sigmoid: bool, negative: bool, gate: bool, A_log: Tensor | None, lower_bound: float | None) -> None:
+def _check_tensor(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, received {type(t).__name__}")
+
+
+def _check_out(out: Tensor | None, v: Tensor) -> None:
+    if out is None:
+        return
+    for name, t in (("out", out), ("v", v)):
+        _check_tensor(name, t)
+    if (out.shape, out.dtype, out.device) != (v.shape, v.dtype, v.device) or overlaps_itself(out):
+        wanted = f"{v.dtype} {list(v.shape)} on {v.device} (those of v), in memory of its own"
+        received = f"{out.dtype} {list(out.shape)} on {out.device}, strides {out.stride()}"
+        raise ValueError(f"out: expected {wanted}, received {received}")
+
+
+def _check_cpu_lengths(cu: Tensor | None, cpu: Tensor | None) -> None:
+    """On a GPU only the number of sequences: to compare the values would wait for the device."""
+    if cpu is None:
+        return
+    _check_tensor("cu_seqlens_cpu", cpu)
+    if cu is None or cpu.device.type != "cpu" or cpu.shape != cu.shape:
+        received = f"{list(cpu.shape)} on {cpu.device} beside {None if cu is None else list(cu.shape)}"
+        raise ValueError(f"cu_seqlens_cpu: expected the values of cu_seqlens on the CPU, received {received}")
+    if cu.device.type == "cpu" and has_values(cu) and not torch.equal(cpu.long(), cu.long()):
+        raise ValueError(f"cu_seqlens_cpu: expected the values of cu_seqlens {cu.tolist()}, received {cpu.tolist()}")
+
+
+def _check_flags(
+    sigmoid: bool, negative: bool, gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> None:
     if negative and not sigmoid:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, received False")
     if gate and A_log is None and lower_bound is None:
         raise ValueError(
             "A_log: expected a tensor of HV values with use_gate_in_kernel=True and no lower_bound, received None"
         )
-
-
-def _of_each(state: Tensor | None, q: Tensor) -> Tensor | None:
-    return state if state is None or state.dim() != 3 else state.expand(q.shape[0], -1, -1, -1)
+    if gate and lower_bound is not None:
+        check_bound(lower_bound)
+    if not gate and (A_log is not None or dt_bias is not None):
+        raise ValueError("A_log, dt_bias: expected use_gate_in_kernel=True with them, received False")
+    for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if t is not None and not (isinstance(t, Tensor) and t.is_floating_point()):
+            raise TypeError(f"{name}: expected a float tensor, received {getattr(t, 'dtype', type(t).__name__)}")
 
 
 def _layout(v_first: bool, old: bool | None) -> bool:
@@ -229,7 +280,8 @@ def _layout(v_first: bool, old: bool | None) -> bool:
         return v_first
     if v_first:
         raise ValueError("state_v_first, transpose_state_layout: expected one of them, received both")
-    warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
+    if not torch.compiler.is_compiling():  # a full graph has no warnings
+        warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
     return old
 
 
@@ -240,8 +292,10 @@ def _kda(
     positions: Tensor | None, slots: Tensor | None = None,
 ) -> KDAOutput:  # fmt: skip
     gate: Gate | None = None
+    _check_tensor("q", q)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if use_gate:
-        A, dt = (None if t is None else t.float() for t in (A_log, dt_bias))
+        A, dt = (None if t is None else t.to(wide) for t in (A_log, dt_bias))
         low, high = LOWER_BOUND_RANGE
         if lower_bound is None:
             assert A is not None  # for the type checker: `_check_flags` made sure of it
@@ -249,13 +303,15 @@ def _kda(
         elif low <= lower_bound < high:
             gate = BoundedGate(lower_bound, A, dt)
         else:  # outside the range of the fast path: an activated gate takes the exact one
-            g = fused_kda_gate(g, A_log, dt_bias, lower_bound)
-    if negative:
-        beta, sigmoid = 2 * torch.sigmoid(beta.float()), False
+            g = fused_kda_gate(g, A_log, dt_bias, lower_bound, wide)
+    if negative and isinstance(beta, Tensor) and beta.is_floating_point():  # else `kda` refuses it
+        beta, sigmoid = 2 * torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))), False
+    pool = None if slots is None or initial_state is None else initial_state
     return kda(
         q, k, v, g, beta, gate=gate, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         cu_seqlens=cu_seqlens, use_qk_l2norm=l2norm, use_beta_sigmoid=sigmoid, state_indices=slots,
         state_positions=positions, state_v_first=v_first,
+        state_dtype=torch.bfloat16 if isinstance(pool, Tensor) and pool.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
 

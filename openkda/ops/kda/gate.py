@@ -43,12 +43,13 @@ def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _shifted(z: Tensor, dt_bias: Tensor | None) -> Tensor:
+def shifted(z: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """z + dt_bias, in at least float32."""
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     return z if dt_bias is None else z + dt_bias.reshape(z.shape[-2:])
 
 
-def _rate(A_log: Tensor, dtype: torch.dtype) -> Tensor:
+def rate(A_log: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(A_log) [HV, 1] from [HV] or the published [1, 1, HV, 1]. Capped (at e^79 in float32) before it is infinite: infinity
     times a raw input of 0, or times the slope 0 of a saturated gate, would be NaN."""
     cap = 0.9 * math.log(torch.finfo(dtype).max)
@@ -72,8 +73,8 @@ class SoftplusGate:
 
     def __call__(self, z: Float[Tensor, "... HV K"]) -> Float[Tensor, "... HV K"]:
         """Raw gate input (any float dtype) -> natural log decay, float32 (float64 for float64 input)."""
-        z = _shifted(z, self.dt_bias)
-        return -_rate(self.A_log, z.dtype) * F.softplus(z)
+        z = shifted(z, self.dt_bias)
+        return -rate(self.A_log, z.dtype) * F.softplus(z)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +100,9 @@ class BoundedGate:
 
     def __call__(self, z: Float[Tensor, "... HV K"]) -> Float[Tensor, "... HV K"]:
         """Raw gate input (any float dtype) -> natural log decay, float32 (float64 for float64 input)."""
-        z = _shifted(z, self.dt_bias)
+        z = shifted(z, self.dt_bias)
         if self.A_log is not None:
-            z = _rate(self.A_log, z.dtype) * z
+            z = rate(self.A_log, z.dtype) * z
         return self.lower_bound * torch.sigmoid(z)
 
 
