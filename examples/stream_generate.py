@@ -1,7 +1,7 @@
 """Generation by hand: a batch of prompts, a prefix that is computed once and forked, a stream of text.
 
-python examples/stream_generate.py                               # an untrained model: noise, but the right shapes
-python examples/stream_generate.py --checkpoint runs/demo/last   # after `openkda demo`
+python examples/stream_generate.py                          # an untrained model: noise, but the right shapes
+python examples/stream_generate.py --checkpoint runs/demo   # after `openkda demo`
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ import argparse
 import sys
 
 from openkda import PRESETS, HybridLM
+from openkda.generation.console import visible
 from openkda.generation.decoder import Decoder
 from openkda.generation.generate import complete, generate
 from openkda.generation.sampling import SamplingOptions
 from openkda.generation.state import StateStore
 from openkda.models.checkpoint import load_checkpoint
 from openkda.models.tokenizer import load_tokenizer
+from openkda.training.run_directory import find_checkpoint
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", help="a checkpoint directory")
+    parser.add_argument("--checkpoint", help="a checkpoint or run directory")
     parser.add_argument("--tokens", type=int, default=60)
     options = parser.parse_args()
     if options.checkpoint:
-        model, tokenizer = load_checkpoint(options.checkpoint), load_tokenizer(options.checkpoint)
+        found = find_checkpoint(options.checkpoint)
+        model, tokenizer = load_checkpoint(found), load_tokenizer(found)
     else:
         model, tokenizer = HybridLM(PRESETS["tiny"]), load_tokenizer("bytes")
         model.init_weights(0)
@@ -57,7 +60,7 @@ def main() -> None:
     print("\n--- as it comes")
     sampling = SamplingOptions(max_new_tokens=options.tokens, temperature=0.7, top_p=0.95, seed=5)
     for step in generate(model, [[]], sampling, tokenizer=tokenizer):
-        sys.stdout.write(step.text)
+        sys.stdout.write(visible(step.text))
         sys.stdout.flush()
     print()
 

@@ -84,6 +84,11 @@ def size(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
+def visible(text: str) -> str:
+    """Control characters as U+FFFD, but for line ends and tabs: an untrained byte model may clear the screen."""
+    return "".join("\ufffd" if (c < " " and c not in "\n\t") or "\x7f" <= c < "\xa0" else c for c in text)
+
+
 class _Screen:
     """Plain text on a pipe; on a terminal whole lines scroll by and the last one stays live above the footer."""
 
@@ -95,6 +100,7 @@ class _Screen:
             self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def write(self, piece: str) -> None:
+        piece = visible(piece)
         if self._live is None:
             self._plain(piece)
             return

@@ -6,7 +6,7 @@ CHECKOUT is a checkout of github.com/fla-org/flash-linear-attention (or only its
 fla-core must be importable too, for the helpers that the tests compare with (it names no device where there is no GPU: then the
 tests run on the CPU, through our CPU path). Every `from fla.ops.kda... import` becomes an
 import of the same names from `openkda.compat.fla`; its conftest, which fills fresh buffers with NaN, runs unchanged.
-docs/capabilities.md says which tests do not apply.
+docs/fla.md says which tests do not apply.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import io
 import torch
 from rich.console import Console
 
-from openkda.generation.console import memory_line, memory_table, size, stream
+from openkda.generation.console import memory_line, memory_table, size, stream, visible
 from openkda.generation.sampling import SamplingOptions
 from openkda.models.hybrid import HybridLM
 from openkda.models.inspect import describe
@@ -44,6 +44,10 @@ def test_memory_numbers(model: HybridLM) -> None:
     Console(file=out, width=100).print(table)
     ratio = report.full_attention_bytes(10**6) / report.state_bytes(10**6)
     assert f"{ratio:.1f}x" in out.getvalue() and "1,000,000" in out.getvalue()
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert visible("a\n\tb\x1b[2J\x07\x7f\x9b \u00e9") == "a\n\tb\ufffd[2J\ufffd\ufffd\ufffd \u00e9"
 
 
 def test_sizes() -> None:
