@@ -78,6 +78,12 @@ def test_loading_and_saving_give_the_same_bytes(directory: Path, tmp_path: Path)
     assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
 
 
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForImageTextToText"])
+def test_other_auto_classes_of_a_model_with_pictures(directories: dict[str, Path], auto: str) -> None:
+    model = getattr(transformers, auto).from_pretrained(directories["kimi-k3"])
+    assert type(model).__name__ == "KimiK3ForConditionalGeneration"
+
+
 def test_dtypes(directory: Path) -> None:
     for dtype in (torch.bfloat16, "bfloat16"):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)

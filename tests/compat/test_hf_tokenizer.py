@@ -71,6 +71,12 @@ def test_loads_ours_and_encodes_like_it(directory: Path) -> None:
         tokenizer(["a", "b"], is_split_into_words=True)
 
 
+def test_a_directory_without_a_rank_file(directories: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((directories["kimi-k3"] / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"expected tiktoken\.model in .*, found none"):
+        transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+
 def test_text_never_becomes_a_special_token(directory: Path) -> None:
     """Not even where an ordinary token is spelled like a special one: b'[PAD]' is a rank of this file."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)

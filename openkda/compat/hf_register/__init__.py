@@ -21,7 +21,14 @@ def register() -> None:
     from openkda.compat.hf_register import config, modeling, processor, tokenizer, versions
 
     versions.check()
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+    )
 
     for config_class, model_class in (
         (config.KimiLinearConfig, modeling.KimiLinearForCausalLM),
@@ -30,4 +37,9 @@ def register() -> None:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
         AutoTokenizer.register(config_class, tokenizer.TikTokenTokenizer, exist_ok=True)
+    for auto in (
+        AutoModel,
+        AutoModelForImageTextToText,
+    ):  # AutoModel, because the published auto_map names this class for it
+        auto.register(config.KimiK3Config, modeling.KimiK3ForConditionalGeneration, exist_ok=True)
     AutoProcessor.register(config.KimiK3Config, processor.KimiK3Processor, exist_ok=True)

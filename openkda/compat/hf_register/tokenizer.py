@@ -40,7 +40,10 @@ class TikTokenTokenizer(PreTrainedTokenizer):
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
     padding_side = "left"
 
-    def __init__(self, vocab_file: str, **options: Any) -> None:
+    def __init__(self, vocab_file: str | None = None, **options: Any) -> None:
+        if vocab_file is None:
+            where = options.get("name_or_path") or "the directory"
+            raise ValueError(f"tokenizer: expected {RANK_FILE} in {where}, found none")
         self.vocab_file = vocab_file
         self.ours: TiktokenTokenizer = load_tiktoken(vocab_file)
         names = self.ours.special_names()
