@@ -95,8 +95,8 @@ def kda(
             The arithmetic on the state is float32 (float64) in any case.
         check_inputs: also check values (finite, g <= 0 without a gate, cu_seqlens, slots and positions in range); on a
             GPU this waits for the device.
-        impl: None chooses and logs why under "openkda.ops.kda"; "hopper", "triton", "chunkwise" or "reference" never fall
-            back: they raise NotImplementedError with every reason.
+        impl: None chooses and logs why under "openkda.ops.kda"; a name out of IMPLEMENTATIONS never falls back: it raises
+            NotImplementedError with every reason. "triton_exact" is never chosen: it is for keys of nearly one direction.
 
     Returns: `KDAOutput(output [B, T, HV, V], final_state, states_at)`.
     Raises: ValueError or TypeError, showing expected and received, before anything runs.
@@ -207,7 +207,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _choose(call: KDACall, impl: str | None) -> ModuleType:
-    """The implementation's module; kernel languages are imported only when a CUDA tensor asks for them."""
+    """The implementation's module, logged once; a CUDA call that no kernel takes is a warning. Kernel languages are imported only when a CUDA tensor asks for them."""
     if impl is not None:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
@@ -220,12 +220,14 @@ def _choose(call: KDACall, impl: str | None) -> ModuleType:
         reasons = _module(name).refusals(call)
         if not reasons:
             if not torch.compiler.is_compiling():
+                if name == "chunkwise" and skipped:
+                    warn_slow("kda", call.q.device.type, name, tuple(skipped))
                 _log_once(name, call.q.device.type, tuple(skipped))
             return _module(name)
-        skipped.append(f"not {name}: {', '.join(reasons)}")
+        skipped.append(f"{name}: {', '.join(reasons)}")
     raise NotImplementedError("no implementation can run this call: " + "; ".join(skipped))
 
 
 @cache
 def _log_once(name: str, device: str, skipped: tuple[str, ...]) -> None:
-    log.info("kda on %s runs %s%s", device, name, f" ({'; '.join(skipped)})" if skipped else "")
+    log.info("kda on %s runs %s%s", device, name, f" (not {'; not '.join(skipped)})" if skipped else "")
