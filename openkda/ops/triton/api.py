@@ -52,7 +52,7 @@ decays beside it their bits (an fp32 sum past 1000 has none below 6e-5)."""
 @triton.jit
 def decay_rate(A_log):
     """exp(A_log), at most 2^115: an infinite rate times a raw gate input or a slope of 0 would be NaN."""
-    return tl.exp2(tl.minimum(A_log * LOG2E, 115.0))
+    return tl.exp2(tl.minimum(A_log * LOG2E, 115.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def log2_decay(z, rate, bound, GATE: tl.constexpr):
         g = (bound * LOG2E) / (1.0 + tl.exp2(-(rate * LOG2E) * z))
     else:
         g = z * LOG2E
-    return tl.maximum(g, FORGOTTEN)
+    return tl.maximum(g, FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

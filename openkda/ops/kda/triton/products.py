@@ -224,7 +224,8 @@ def products_kernel(
         if SIGMOID:
             beta = sigmoid(beta)
             slope = beta * (1.0 - beta)
-        beta = tl.maximum(beta, BETA_FLOOR)  # U and dD are proportional to beta, as `prepare.py` floored it
+        # U and dD are proportional to beta, as `prepare.py` floored it
+        beta = tl.maximum(beta, BETA_FLOOR, propagate_nan=tl.PropagateNan.ALL)
         tl.store(dbeta_p + tokens + at_token, ddu * k_size / beta * k_size / beta * slope, real)
         if L2NORM:
             tl.store(rows_p + tokens + at_token, doo, real)
