@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +38,10 @@ __all__ = [
     "transform_refusals",
     "triton_refusals",
     "triton_release",
+    "warn_slow",
 ]
+
+log = logging.getLogger("openkda.ops")
 
 GLUON_RELEASE = "3.6"
 """Gluon is experimental and moves between releases of Triton: its kernels run with this one alone."""
@@ -108,6 +112,12 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+@cache
+def warn_slow(op: str, device: str, name: str, reasons: tuple[str, ...]) -> None:
+    """Once for each (op, reasons): nobody should find out by a stopwatch that no kernel runs."""
+    log.warning("%s on %s runs %s (not %s)", op, device, name, "; not ".join(reasons))
+
+
 def choose_module(
     op: str, names: tuple[str, ...], impl: str | None, x: Tensor, load: Callable[[str], ModuleType]
 ) -> ModuleType:
@@ -123,6 +133,8 @@ def choose_module(
         module = load(name)
         refused = module.refusals(x)
         if not refused:
+            if reasons and not torch.compiler.is_compiling():
+                warn_slow(op, x.device.type, name, tuple(reasons))
             return module
         reasons += [f"{name}: {r}" for r in refused]
     raise NotImplementedError(f"no {op} implementation can run this call: " + "; ".join(reasons))

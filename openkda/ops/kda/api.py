@@ -207,7 +207,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _choose(call: KDACall, impl: str | None) -> ModuleType:
-    """The implementation's module, logged once; a CUDA call that no kernel takes is a warning. Kernel languages are imported only when a CUDA tensor asks for them."""
+    """The implementation's module; kernel languages are imported only when a CUDA tensor asks for them."""
     if impl is not None:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)} or None, received {impl!r}")
@@ -220,8 +220,6 @@ def _choose(call: KDACall, impl: str | None) -> ModuleType:
         reasons = _module(name).refusals(call)
         if not reasons:
             if not torch.compiler.is_compiling():
-                if name == "chunkwise" and skipped:
-                    warn_slow("kda", call.q.device.type, name, tuple(skipped))
                 _log_once(name, call.q.device.type, tuple(skipped))
             return _module(name)
         skipped.append(f"{name}: {', '.join(reasons)}")
@@ -230,4 +228,6 @@ def _choose(call: KDACall, impl: str | None) -> ModuleType:
 
 @cache
 def _log_once(name: str, device: str, skipped: tuple[str, ...]) -> None:
-    log.info("kda on %s runs %s%s", device, name, f" (not {'; not '.join(skipped)})" if skipped else "")
+    """A call on a GPU that no kernel takes is a warning: nobody should find that out by a stopwatch."""
+    level = logging.WARNING if skipped and name == "chunkwise" else logging.INFO
+    log.log(level, "kda on %s runs %s%s", device, name, f" (not {'; not '.join(skipped)})" if skipped else "")

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from openkda.ops.device.api import warn_slow
 from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState, BlockWeights
 from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens, check_types, is_usual
@@ -133,6 +135,8 @@ def _choose(call: BlockCall, impl: str | None) -> ModuleType:
         module = _module(name)
         refused = module.refusals(call)
         if not refused:
+            if reasons and not torch.compiler.is_compiling():
+                warn_slow("kda_block", call.q.device.type, name, tuple(reasons))
             return module
         reasons += [f"{name}: {r}" for r in refused]
     raise NotImplementedError("no kda_block implementation can run this call: " + "; ".join(reasons))

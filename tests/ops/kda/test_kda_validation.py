@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+import types
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from openkda.ops.kda import api
 from openkda.ops.kda.api import kda, kda_step
@@ -290,6 +292,28 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         kda(**good())
         kda(**good())
     assert [r.getMessage() for r in caplog.records] == ["kda on cpu runs chunkwise"]
+
+
+def test_a_gpu_call_that_no_kernel_takes_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """With the reason of each kernel, at a level that is shown by default."""
+
+    class Cuda(Tensor):
+        is_cuda = True
+
+    def refuse(call: Any) -> list[str]:
+        return ["triton is not installed"]
+
+    kernel, chunkwise = types.SimpleNamespace(refusals=refuse), api._module("chunkwise")
+    monkeypatch.setattr(api, "_module", lambda name: chunkwise if name == "chunkwise" else kernel)
+    api._log_once.cache_clear()
+    call = api.KDACall(
+        *(good()[n].as_subclass(Cuda) for n in ("q", "k", "v", "g", "beta")), None, 1.0, None, False, None, False, False,
+        None, None, False, torch.float32,
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING, logger="openkda.ops.kda"):
+        assert api._choose(call, None) is chunkwise and api._choose(call, None) is chunkwise
+    said = "not hopper: triton is not installed; not triton: triton is not installed; not triton_exact"
+    assert len(caplog.records) == 1 and said in caplog.records[0].getMessage()
 
 
 def test_validation_and_choice_are_cheap() -> None:
