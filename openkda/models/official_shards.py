@@ -85,9 +85,11 @@ class Shards:
         absent = sorted(f for f in {self.files[t.name] for t in present} if not self.exists(f))
         if absent:
             raise FileNotFoundError(f"{self.directory / INDEX}: names files that do not exist: {some(absent)}")
+        by_file: dict[str, set[str]] = {}
+        for name, file_name in self.files.items():
+            by_file.setdefault(file_name, set()).add(name)
         for file_name in sorted({self.files[t.name] for t in present}):
-            header = self.header(file_name)
-            listed = {n for n, f in self.files.items() if f == file_name}
+            header, listed = self.header(file_name), by_file[file_name]
             faults.setdefault("in the index, not in the file", []).extend(sorted(listed - header.keys()))
             faults.setdefault("in the file, not in the index", []).extend(sorted(header.keys() - listed))
         for t in present:
