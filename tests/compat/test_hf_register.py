@@ -134,6 +134,30 @@ def test_flattened_documents(model: Any) -> None:
         assert torch.equal(model(input_ids=x, position_ids=torch.arange(15)[None]).logits, model(input_ids=x).logits)
 
 
+def test_documents_in_the_rows_of_a_batch(model: Any) -> None:
+    """Positions that begin anew in a row of several used to be passed over, and the state ran on across the documents."""
+    x, rows = ids(2, 9), ((4, 5), (2, 1, 6))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    labels = x.clone()
+    with torch.no_grad():
+        got = model(input_ids=x, position_ids=positions).logits
+        mask = torch.tensor([[1] * 9, [0] * 2 + [1] * 7])
+        padded = model(input_ids=x, position_ids=positions, attention_mask=mask, labels=labels).logits
+        for b, lengths in enumerate(rows):
+            for end, n in zip(torch.tensor(lengths).cumsum(0).tolist(), lengths, strict=True):
+                want = model(input_ids=x[b : b + 1, end - n : end]).logits[0]
+                check_close("document", got[b, end - n : end], want, 2e-5)
+                if b == 0 or end > 2:
+                    check_close("document beside padding", padded[b, end - n : end], want, 2e-5)
+        assert not padded[1, :2].any()
+        usual = mask.cumsum(1).sub(1).clamp(min=0)  # of a padded batch: zeros in the padding start nothing
+        alone = model(input_ids=x, attention_mask=mask).logits
+        assert torch.equal(model(input_ids=x, attention_mask=mask, position_ids=usual).logits, alone)
+    for wrong in (positions[:, :-1], torch.zeros(3, 2, 9)):
+        with pytest.raises(ValueError, match=r"position_ids.shape: expected \[B, T\] = \[2, 9\] or \[1, T\]"):
+            model(input_ids=x, position_ids=wrong)
+
+
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -353,6 +377,8 @@ def test_placeholders_without_their_images(directories: dict[str, Path]) -> None
     mask = torch.tensor([[1, 1, 1, 0, 0]])
     right = model(input_ids=padded, attention_mask=mask, pixel_values=pixels, grid_thws=grids, labels=labels)
     check_close("loss of a batch padded on the right", right.loss, want.loss, 1e-6)
+    with pytest.raises(ValueError, match="expected one document a row beside images"):
+        model(input_ids=prompt, pixel_values=pixels, grid_thws=grids, position_ids=torch.tensor([[0, 1, 0]]))
 
 
 def test_every_published_key_is_an_attribute(directory: Path) -> None:

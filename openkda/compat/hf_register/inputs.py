@@ -39,20 +39,36 @@ def check_images(ids: Tensor | None, mask: Any, grids: Any, vision: VisionConfig
         raise ValueError(f"placeholder tokens (id {vision.placeholder_id}): expected 0, one an image, received {found}")
 
 
-def boundaries(position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """cu_seqlens of a flattened batch (B = 1) whose position ids start anew at each document; None for one document."""
-    if position_ids is None or tokens.shape[0] != 1 or position_ids.shape[-1] != tokens.shape[1]:
+def real_tokens(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """The mask's last T columns as bool [B, T], None where nothing is padded."""
+    if mask is None:
         return None
-    starts = (position_ids.reshape(-1)[1:] == 0).nonzero().flatten() + 1
-    if not starts.numel():
-        return None
-    return torch.cat([starts.new_tensor([0]), starts, starts.new_tensor([tokens.shape[1]])])
+    real = mask[:, mask.shape[1] - tokens.shape[1] :].bool()
+    return None if bool(real.all()) else real
 
 
-def packed(tokens: Tensor, real: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The real tokens of a padded batch laid end to end [1, total, ...], and where each row begins [B + 1]."""
-    if cu_seqlens is not None:
-        raise ValueError("attention_mask with document boundaries: expected no padding in a flattened batch")
+def documents(position_ids: Tensor | None, tokens: Tensor, real: Tensor | None) -> Tensor | None:
+    """Where documents begin among the real tokens of all rows, laid end to end [N + 1]; None where every row is one.
+
+    position_ids: [B, T] or [1, T]; each 0 behind a row's first real token starts a new document.
+    """
+    if position_ids is None:
+        return None
+    B, T = tokens.shape[:2]
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
+        raise ValueError(
+            f"position_ids.shape: expected [B, T] = [{B}, {T}] or [1, T], received {list(position_ids.shape)}"
+        )
+    mask = torch.ones(B, T, dtype=torch.bool, device=tokens.device) if real is None else real
+    first = mask & (mask.cumsum(1) == 1)
+    starts = first | (mask & (position_ids == 0))
+    if torch.equal(starts, first):
+        return None
+    return F.pad(starts[mask].nonzero().flatten(), (0, 1), value=int(mask.sum()))
+
+
+def packed(tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """The real tokens of a batch laid end to end [1, total, ...], and where each row begins [B + 1]."""
     return tokens[real].unsqueeze(0), F.pad(real.sum(1).cumsum(0), (1, 0))
 
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import field, make_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from openkda.compat.hf_register.cache import KimiCache, own_cache
 from openkda.compat.hf_register.config import KimiK3Config, KimiLinearConfig
-from openkda.compat.hf_register.inputs import boundaries, check_images, check_mask, expand_images, packed
+from openkda.compat.hf_register.inputs import (
+    check_images,
+    check_mask,
+    documents,
+    expand_images,
+    packed,
+    real_tokens,
+)
 from openkda.compat.hf_register.loading import checkpoint_directory, load_options
 from openkda.compat.hf_register.versions import CACHE
 from openkda.layers.packing import unpack
@@ -140,7 +148,7 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         """input_ids [B, T] (or inputs_embeds [B, T, D]) -> `KimiOutput`.
 
         attention_mask: [B, T'] 0/1, padding anywhere; of a T' beyond T the last T columns count. position_ids: there are no
-        positions; in a flattened batch (B = 1) each 0 starts a new document, as cu_seq_lens_q [N + 1] says outright.
+        positions; each 0 within a row starts a new document, as cu_seq_lens_q [N + 1] of a flattened batch says outright.
         pixel_values, grid_thws: patches [L, 3, P, P] and their (t, h, w) [n, 3], one placeholder token an image.
         generating: placeholders without an image may stand there, the model wrote them itself.
         labels: [B, T], -100 = none; shifted inside. logits_to_keep: only the last so many (0: all), or a tensor of positions.
@@ -165,9 +173,16 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
             check_mask(attention_mask, tokens)
         if pixel_values is None and not generating and (cache is None or cache.seen == 0):
             check_images(input_ids, attention_mask, grid_thws, self.model.config.vision)
+        real = real_tokens(attention_mask, tokens)
+        bounds = documents(position_ids, tokens, real) if cu_seq_lens_q is None else cu_seq_lens_q
         if pixel_values is not None:
-            tokens, attention_mask, labels = self._insert(tokens, attention_mask, labels, pixel_values, grid_thws)
-        logits, state = self._logits(tokens, attention_mask, position_ids, cu_seq_lens_q, cache, keep, last)
+            if bounds is not None:
+                raise ValueError(
+                    "position_ids, cu_seq_lens_q: expected one document a row beside images, received several"
+                )
+            tokens, real, labels = self._insert(tokens, attention_mask, labels, pixel_values, grid_thws)
+            real = real_tokens(real, tokens)
+        logits, state = self._logits(tokens, real, bounds, cache, keep, last)
         if positions is not None:
             logits = logits[:, positions]
         loss = None
@@ -197,23 +212,22 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
     def _logits(
         self,
         tokens: Tensor,
-        mask: Tensor | None,
-        position_ids: Tensor | None,
+        real: Tensor | None,
         cu_seqlens: Tensor | None,
         cache: KimiCache | None,
         keep: bool,
         last: int,
     ) -> tuple[Tensor, Any]:
+        """real: [B, T], None = all. cu_seqlens: documents of the real tokens laid end to end, None = every row is one."""
         state = None if cache is None else cache.state
-        real = None if mask is None else mask[:, -tokens.shape[1] :].bool()
-        if real is None or bool(real.all()):
-            if cu_seqlens is None and state is None:
-                cu_seqlens = boundaries(position_ids, tokens)
+        if real is None and (cu_seqlens is None or tokens.shape[0] == 1):
             out = self.text_model(tokens, state=state, cu_seqlens=cu_seqlens, return_state=keep, last_only=last == 1)
             return out.logits[:, -last:], out.state
-        flat, cu = packed(tokens, real, cu_seqlens)
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if real is None else real
+        flat, rows = packed(tokens, mask)
+        cu = rows if cu_seqlens is None else cu_seqlens
         out = self.text_model(flat, state=state, cu_seqlens=cu, return_state=keep)
-        return unpack(out.logits, real)[:, -last:], out.state
+        return unpack(out.logits, mask)[:, -last:], out.state
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """As every transformers model; what this one does not keep is refused before it starts."""
