@@ -82,15 +82,21 @@ def check_pack(model: str, cu: Tensor, attention_mask: Any, position_ids: Tensor
 
 def _check_positions(position_ids: Tensor | None) -> None:
     """Positions that return to 0 are a pack to the attention layers, and one sequence to the KDA layers."""
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[0] != 1 or torch.compiler.is_compiling():
+    if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
         return
-    again = (position_ids[0, 1:] == 0).nonzero().flatten() + 1
-    if again.numel():
-        cu = [0, *again.tolist(), position_ids.shape[1]]
-        raise ValueError(
-            f"position_ids: expected one sequence without cu_seqlens, received a new one at {cu[1:-1]}: the KDA layers would "
-            f"carry their state across; pass cu_seqlens=torch.tensor({cu})"
-        )
+    row, place = (position_ids[:, 1:] == 0).nonzero().unbind(1)
+    if not row.numel():
+        return
+    if position_ids.shape[0] == 1:
+        cu = [0, *(place + 1).tolist(), position_ids.shape[1]]
+        began, remedy = f"at {cu[1:-1]}", f"pass cu_seqlens=torch.tensor({cu})"
+    else:
+        began = f"in row {int(row[0])} at {int(place[0]) + 1}"
+        remedy = "lay all rows end to end in one, and pass its position_ids and cu_seqlens"
+    raise ValueError(
+        f"position_ids: expected one sequence a row without cu_seqlens, received a new one {began}: the KDA layers would carry "
+        f"their state across; {remedy}"
+    )
 
 
 def _begins(position_ids: Tensor) -> Tensor:

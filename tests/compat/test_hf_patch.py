@@ -112,6 +112,16 @@ def test_a_pack_that_attention_would_mix_is_refused(model: Any, change: dict[str
         model(x, cu_seqlens=torch.tensor([0, 110]))  # one sequence is no pack
 
 
+def test_packs_in_the_rows_of_a_batch_are_refused(model: Any) -> None:
+    """The attention layers keep them apart, the KDA layers would not; only a batch of one row was looked at."""
+    x, positions = ids(2, 50), torch.arange(50).expand(2, -1).clone()
+    with hf.patched(), torch.no_grad():
+        model(x, position_ids=positions)
+        positions[1, 20:] = torch.arange(30)
+        with pytest.raises(ValueError, match="a new one in row 1 at 20: .* lay all rows end to end"):
+            model(x, position_ids=positions, use_cache=False)
+
+
 def test_a_pack_may_hold_empty_sequences(model: Any) -> None:
     x = ids(1, 110)
     with hf.patched(), torch.no_grad():
