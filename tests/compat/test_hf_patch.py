@@ -118,7 +118,7 @@ def test_packs_in_the_rows_of_a_batch_are_refused(model: Any) -> None:
     with hf.patched(), torch.no_grad():
         model(x, position_ids=positions)
         positions[1, 20:] = torch.arange(30)
-        with pytest.raises(ValueError, match="a new one in row 1 at 20: .* lay all rows end to end"):
+        with pytest.raises(ValueError, match=r"a new one in row 1 at 20: .* lay all rows end to end"):
             model(x, position_ids=positions, use_cache=False)
 
 
