@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from openkda.compat.hf_packs import MODEL_CLASSES, with_pack_check
-from openkda.compat.hf_register import register
+from openkda.compat.hf_register import need_transformers, register
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.short_conv.api import WIDTHS, short_conv
 
@@ -105,7 +105,7 @@ def _put_back_unwanted() -> None:
 
 
 def _modules() -> dict[str, ModuleType]:
-    importlib.import_module("transformers")
+    need_transformers()
     found = {}
     for name in MODELS:
         try:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from openkda.compat import hf  # noqa: E402
 from openkda.compat.hf import register  # noqa: E402
 from openkda.compat.hf_register.versions import CACHE  # noqa: E402
 from openkda.models.make_checkpoint import make_checkpoint  # noqa: E402
@@ -394,3 +395,10 @@ def test_importing_the_package_imports_no_transformers() -> None:
 
     code = "import sys, openkda, openkda.compat.hf_register; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_without_transformers_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for call in (hf.patch, hf.register):
+        with pytest.raises(ImportError, match=r"needs transformers.*pip install 'openkda\[hf\]'"):
+            call()

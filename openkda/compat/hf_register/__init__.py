@@ -12,12 +12,25 @@ transformers 5.17 and later has a model of its own for `kimi_linear`; after `reg
 
 from __future__ import annotations
 
+import importlib
+
+
+def need_transformers() -> None:
+    """ImportError with the remedy where transformers is not installed."""
+    try:
+        importlib.import_module("transformers")
+    except ModuleNotFoundError as missing:
+        if missing.name != "transformers":
+            raise
+        raise ImportError("this needs transformers, 5.17 to below 6: pip install 'openkda[hf]'") from None
+
 
 def register() -> None:
     """Put our configs, models, tokenizer and processor into transformers' Auto classes. Calling it twice changes nothing.
 
     Raises: ImportError where transformers is missing or older than 5.17.
     """
+    need_transformers()
     from openkda.compat.hf_register import config, modeling, processor, tokenizer, versions
 
     versions.check()
