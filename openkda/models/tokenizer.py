@@ -134,7 +134,7 @@ def _from_directory(directory: Path) -> Tokenizer:
         return FileTokenizer(directory / "tokenizer.json")
     if (directory / RANK_FILE).exists():
         return load_tiktoken(directory)
-    raise FileNotFoundError(f"{directory}: expected {RECORD} or tokenizer.json in it, found neither")
+    raise FileNotFoundError(f"{directory}: expected {RECORD}, tokenizer.json or {RANK_FILE} in it, found none")
 
 
 def _read(path: Path) -> str:

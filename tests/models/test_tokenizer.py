@@ -68,7 +68,7 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     for path, error in (
         ("nowhere.json", "expected 'bytes', a tokenizers JSON file"),
         ("broken.json", "expected a tokenizers file"),
-        ("empty", "found neither"),
+        ("empty", "tiktoken.model in it, found none"),
         ("odd", "received 'morse'"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=error):
