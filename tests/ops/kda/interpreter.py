@@ -23,11 +23,13 @@ def run_interpreted(file: str) -> None:
 
 
 def patch_interpreter() -> None:
-    """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses. And every address that a
-    kernel reads or writes is checked: it lies inside a tensor that the kernel was given."""
+    """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses. Every address that a kernel
+    reads or writes is checked: it lies inside a tensor that the kernel was given. And maxima and minima treat a NaN as a GPU
+    does."""
     import triton.runtime.interpreter as interpreter
 
     _check_addresses(interpreter)
+    _lose_nans(interpreter)
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -35,6 +37,22 @@ def patch_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def _lose_nans(interpreter: Any) -> None:
+    """max.f32 and min.f32 of PTX return the other operand, where numpy's (and `propagate_nan`'s) return the NaN."""
+    import numpy
+
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
+
+    def clamp(self: Any, x: Any, low: Any, high: Any, propagate: Any) -> Any:
+        keep = "ALL" in str(propagate)
+        upper, lower = (numpy.minimum, numpy.maximum) if keep else (numpy.fmin, numpy.fmax)
+        return self.ternary_op(x, low, high, lambda a, b, c: lower(upper(a, c), b))
+
+    builder.create_clampf = clamp
 
 
 def _check_addresses(interpreter: Any) -> None:

@@ -65,6 +65,25 @@ def test_slow_decay_over_4096_steps() -> None:
     check_close("state, chunks", checks.run(x).final_state, want.final_state, LIMITS[BF16][1])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus", None])
+def test_no_nan_is_lost(gate: str | None) -> None:
+    """A NaN in a gate once came out as total forgetting: a finite loss of a model that was already lost."""
+    for T, at in ((80, 64), (3, 1)):
+        for dtype in (BF16, F32):
+            checks.check_nan(make_inputs(9, T=T, H=2, K=64, gate=gate).to(dtype=dtype, device="cuda"), at)
+
+
+def test_no_nan_is_lost_by_the_choice() -> None:
+    x = published(H=2, T=100)
+    checks.check_nan(x, 64, None)
+    for name in ("A_log", "dt_bias", "g", "v"):
+        y = checks._with_nan(x, name, 64).requires_grad_()
+        o = kda(y.q, y.k, y.v, y.g, y.beta, **y.kwargs()).output
+        o.float().sum().backward()
+        assert y.q.grad is not None and not bool(y.q.grad[:, 64:, 1].isfinite().all()), f"NaN in {name}"
+        assert bool(y.q.grad[:, :, 0].isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("size", [65536.0, 1e5])
 @pytest.mark.parametrize("T", [1, 64])

@@ -47,7 +47,7 @@ def test_exact_operands_on_bfloat16(i: int) -> None:
     [
         checks.check_positions, checks.check_step, checks.check_bf16_states, checks.check_strides, checks.check_laws,
         checks.check_absurd_future, checks.check_splits, checks.check_block,
-        checks.check_commit, checks.check_conv_and_norms, checks.check_conv_and_norm_gradients,
+        checks.check_commit, checks.check_block_nans, checks.check_conv_and_norms, checks.check_conv_and_norm_gradients,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

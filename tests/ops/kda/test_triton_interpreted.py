@@ -43,7 +43,7 @@ if INTERPRETED:
         [
             checks.check_positions, checks.check_step, checks.check_bf16_states, checks.check_strides,
             checks.check_absurd_future, checks.check_splits, checks.check_block, checks.check_commit,
-            checks.check_conv_and_norms, checks.check_conv_and_norm_gradients,
+            checks.check_conv_and_norms, checks.check_conv_and_norm_gradients, checks.check_nans, checks.check_block_nans,
         ],
         ids=lambda f: f.__name__,
     )  # fmt: skip

@@ -180,6 +180,69 @@ def check_splits(device: str, dtype: torch.dtype) -> None:
         check_close(f"state, cut at {cut}", state, whole.final_state, 2 * LIMITS[dtype][1])  # type: ignore[arg-type]
 
 
+def _with_nan(x: KDAInputs, name: str, at: int) -> KDAInputs:
+    """A copy of x with NaN in one input of head 1, at one token where the input has tokens."""
+    y = x.to()
+    t = y.tensors()[name]
+    if name in ("A_log", "dt_bias"):
+        t[1:2, ...] = float("nan")
+    elif name == "initial_state":
+        t[0, 1, 3, 4] = float("nan")
+    elif name == "g":
+        t[0, at, 1, 2] = float("nan")
+    else:
+        t[0, at, 1] = float("nan")
+    return y
+
+
+def check_nan(x: KDAInputs, at: int, impl: str | None = "triton") -> None:
+    """No NaN is lost: the outputs and states that are no number by the recurrence are none here. And it does not spread:
+    the other head and the tokens before keep their bits."""
+    clean = run(x, impl)  # type: ignore[arg-type]
+    for name in x.tensors():
+        y = _with_nan(x, name, at)
+        got, want = run(y, impl), reference(y)  # type: ignore[arg-type]
+        assert want.final_state is not None and got.final_state is not None and clean.final_state is not None
+        for what, a, b in (("output", got.output, want.output), ("state", got.final_state, want.final_state)):
+            lost = int((a.isfinite() & ~b.isfinite()).sum())
+            assert not lost, f"NaN in {name}: {lost} numbers of the {what} do not show it"
+        before = at if name in ("q", "k", "v", "g", "beta") else 0
+        assert torch.equal(got.output[:, :, 0], clean.output[:, :, 0]), f"NaN in {name} reached the other head"
+        assert torch.equal(got.final_state[:, 0], clean.final_state[:, 0]), f"NaN in {name} reached the other head"
+        assert torch.equal(got.output[:, :before], clean.output[:, :before]), f"NaN in {name} reached the past"
+
+
+def check_nans(device: str, dtype: torch.dtype) -> None:
+    for gate in ("bounded", "softplus", None):
+        for T, at in ((20, 16), (3, 1)):  # chunks, and token by token
+            check_nan(make_inputs(9, T=T, H=2, K=16, gate=gate).to(dtype=dtype, device=device), at)
+
+
+def check_block_nans(device: str, dtype: torch.dtype) -> None:
+    """The same of the fused step: row 1 shows its NaN, the other rows keep their bits."""
+    names = ("q", "k", "v", "g", "beta", "out_gate")
+    for T in (1, 3):
+        for kind in ("bounded", "softplus"):
+            gate = make_inputs(0, T=1, H=2, K=16, gate=kind).to(dtype=F32, device=device).gate
+            tokens, weights, state = block_inputs(3, T, (2, 2, 16, 16), 4, 3, device, dtype)
+
+            def step(tokens: Any, impl: str, T: int = T, gate: Any = gate, w: Any = weights, s: Any = state) -> Any:
+                with torch.no_grad():
+                    return kda_block(*tokens, weights=w, state=s, gate=gate, impl=impl)
+
+            clean = step(tokens, "triton")
+            for i, name in enumerate(names):
+                changed = [t.clone() for t in tokens]
+                changed[i][1, 0, 0] = float("nan")
+                got, want = step(changed, "triton"), step(changed, "reference")
+                pairs = zip((got.output, *got.state.tensors()), (want.output, *want.state.tensors()), strict=True)
+                assert not any(bool((a.isfinite() & ~b.isfinite()).any()) for a, b in pairs), (
+                    f"a NaN in {name} was lost"
+                )
+                rest = zip((got.output, *got.state.tensors()), (clean.output, *clean.state.tensors()), strict=True)
+                assert all(torch.equal(a[[0, 2]], b[[0, 2]]) for a, b in rest), f"NaN in {name} reached another row"
+
+
 def block_inputs(N: int, T: int, sizes: tuple[int, ...], W: int, rows: int, device: str, dtype: torch.dtype) -> Any:
     H, HV, K, V = sizes
     gen = torch.Generator().manual_seed(0)
