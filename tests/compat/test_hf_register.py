@@ -129,7 +129,16 @@ def test_flattened_documents(model: Any) -> None:
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     with torch.no_grad():
         a = model(input_ids=x, position_ids=positions).logits
-        assert torch.equal(a, model(input_ids=x, cu_seq_lens_q=bounds).logits)
+        for name in ("cu_seq_lens_q", "cu_seqlens"):
+            assert torch.equal(a, model(input_ids=x, **{name: bounds}).logits)
+        collated = transformers.DataCollatorWithFlattening(
+            return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True, return_position_ids=True
+        )([{"input_ids": row.tolist()} for row in x[0].split(lengths)])
+        assert torch.equal(a, model(**collated).logits)
+        with pytest.raises(ValueError, match="seq_idx: expected position_ids or cu_seqlens"):
+            model(input_ids=x, seq_idx=torch.zeros(1, 15, dtype=torch.int32))
+        with pytest.raises(TypeError, match=r"no meaning for \['attention_masks', 'cu_seq_lens'\]"):
+            model(input_ids=x, cu_seq_lens=bounds, attention_masks=x)
         for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             check_close("document", a[:, start:end], model(input_ids=x[:, start:end]).logits, 2e-5)
         assert torch.equal(model(input_ids=x, position_ids=torch.arange(15)[None]).logits, model(input_ids=x).logits)

@@ -20,6 +20,21 @@ def check_mask(mask: Any, tokens: Tensor) -> None:
         raise ValueError(f"attention_mask.shape: expected [B, T] = [{B}, {T}] (or wider), received {list(mask.shape)}")
 
 
+_OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+# What collators and generation add beside what is read here.
+_REDUNDANT = ("cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "token_type_ids", "seq_idx")
+
+
+def check_options(options: dict[str, Any], has_documents: bool) -> dict[str, Any]:
+    """Those of the loss. Raises: TypeError for names that nothing here reads, ValueError for documents in `seq_idx` alone."""
+    unknown = sorted(options.keys() - {*_OF_THE_LOSS, *_REDUNDANT})
+    if unknown:
+        raise TypeError(f"forward: no meaning for {unknown} in this model")
+    if options.get("seq_idx") is not None and not has_documents:
+        raise ValueError("seq_idx: expected position_ids or cu_seqlens, which say where documents begin, beside it")
+    return {k: v for k, v in options.items() if k in _OF_THE_LOSS}
+
+
 def placeholders(ids: Tensor, mask: Any, vision: VisionConfig) -> Tensor:
     """How many images each row has a place for, [B]; what is padding is none."""
     found = ids == vision.placeholder_id

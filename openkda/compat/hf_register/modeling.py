@@ -15,6 +15,7 @@ from openkda.compat.hf_register.config import KimiK3Config, KimiLinearConfig
 from openkda.compat.hf_register.inputs import (
     check_images,
     check_mask,
+    check_options,
     documents,
     expand_images,
     packed,
@@ -139,22 +140,25 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         generating: bool = False,
-        **loss_options: Any,
+        **options: Any,
     ) -> Any:
         """input_ids [B, T] (or inputs_embeds [B, T, D]) -> `KimiOutput`.
 
         attention_mask: [B, T'] 0/1, padding anywhere; of a T' beyond T the last T columns count. position_ids: there are no
-        positions; each 0 within a row starts a new document, as cu_seq_lens_q [N + 1] of a flattened batch says outright.
+        positions; each 0 within a row starts a new document, as cu_seqlens [N + 1] of a flattened batch says outright.
         pixel_values, grid_thws: patches [L, 3, P, P] and their (t, h, w) [n, 3], one placeholder token an image.
         generating: placeholders without an image may stand there, the model wrote them itself.
         labels: [B, T], -100 = none; shifted inside. logits_to_keep: only the last so many (0: all), or a tensor of positions.
         """
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions, output_hidden_states: expected False (this model keeps neither)")
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        loss_options = check_options(options, position_ids is not None or cu_seqlens is not None)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
         positions = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
@@ -174,11 +178,11 @@ class _KimiModel(PreTrainedModel, GenerationMixin):
         if pixel_values is None and not generating and (cache is None or cache.seen == 0):
             check_images(input_ids, attention_mask, grid_thws, self.model.config.vision)
         real = real_tokens(attention_mask, tokens)
-        bounds = documents(position_ids, tokens, real) if cu_seq_lens_q is None else cu_seq_lens_q
+        bounds = documents(position_ids, tokens, real) if cu_seqlens is None else cu_seqlens
         if pixel_values is not None:
             if bounds is not None:
                 raise ValueError(
-                    "position_ids, cu_seq_lens_q: expected one document a row beside images, received several"
+                    "position_ids, cu_seqlens: expected one document a row beside images, received several"
                 )
             tokens, real, labels = self._insert(tokens, attention_mask, labels, pixel_values, grid_thws)
             real = real_tokens(real, tokens)
