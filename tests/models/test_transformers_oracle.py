@@ -95,10 +95,11 @@ def pair(request: pytest.FixtureRequest) -> tuple[HybridLM, torch.nn.Module]:
     config = CONFIGS[request.param]
     ours, other = HybridLM(config).eval(), theirs(config)
     ours.init_weights(0)
+    draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in ours.named_parameters():
             if "norm" in name:
-                p.uniform_(0.5, 1.5)
+                p.uniform_(0.5, 1.5, generator=draw)
     if config.tie_word_embeddings:  # the flag alone ties nothing there (transformers 5.24)
         other.lm_head.weight = other.model.embed_tokens.weight
     wanted = other.state_dict()
@@ -134,6 +135,7 @@ def test_gradients(pair: tuple[HybridLM, torch.nn.Module]) -> None:
         assert model is ours or model is other
     theirs_by_name = {n: p.grad for n, p in other.named_parameters()}
     mine = translated({n: p.grad for n, p in ours.named_parameters()}, theirs_by_name)
+    # Seen: 7e-6 apart. Beside float64 ours are within 5e-6 for any draw of norms, theirs within 1.3e-5.
     largest = max(g.norm().item() for g in theirs_by_name.values())
     for name, grad in mine.items():
         want = theirs_by_name[name]
