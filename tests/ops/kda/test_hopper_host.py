@@ -217,10 +217,13 @@ def test_a_repeated_call_hands_over_what_the_first_did(
     from openkda.ops.kda.call import CALLS
 
     made: list[torch.Tensor] = []
-    for make in ("empty", "empty_strided"):
-        plain = getattr(torch, make)
-        kept_one = lambda *a, plain=plain, **k: made.append(plain(*a, **k)) or made[-1]  # noqa: E731
-        monkeypatch.setattr(torch, make, kept_one)
+    empty, allocator = torch.empty, tapes._allocator
+
+    def keep(make: Any) -> Any:
+        return lambda *a, **k: made.append(make(*a, **k)) or made[-1]
+
+    monkeypatch.setattr(torch, "empty", keep(empty))
+    monkeypatch.setattr(tapes, "_allocator", lambda device: keep(allocator(device)))
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encoded)
     monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
     monkeypatch.setattr(device_calls, "KEY_ANY_DEVICE", True)
