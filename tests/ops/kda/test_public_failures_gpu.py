@@ -73,6 +73,19 @@ def test_no_nan_is_lost(gate: str | None) -> None:
             checks.check_nan(make_inputs(9, T=T, H=2, K=64, gate=gate).to(dtype=dtype, device="cuda"), at)
 
 
+@pytest.mark.parametrize("A_log", [60.0, 88.0, 90.0, 1e30, -90.0])
+def test_rates_beyond_float32(A_log: float) -> None:
+    """e^90 is no float32: infinity times a raw gate of 0, or infinity minus infinity beside dt_bias, would be NaN."""
+    x = published(H=2, T=100)
+    assert isinstance(x.gate, BoundedGate) and x.gate.A_log is not None
+    x.gate.A_log.fill_(A_log)
+    x.g[:, 10:20] = 0
+    for impl in IMPLS:
+        got, want = checks.run(x, impl), checks.reference(x)  # type: ignore[arg-type]
+        check_close(f"output, {impl}", got.output, want.output, LIMITS[BF16][0])
+        check_close(f"state, {impl}", got.final_state, want.final_state, LIMITS[BF16][1])  # type: ignore[arg-type]
+
+
 def test_no_nan_is_lost_by_the_choice() -> None:
     x = published(H=2, T=100)
     checks.check_nan(x, 64, None)
