@@ -128,6 +128,10 @@ def fla_ops() -> Iterator[None]:
             causal_conv1d(x, w, activation="silu", cu_seqlens=cu)[0] for x, w in zip(xs, weights, strict=True)
         ], None
 
+    def plain(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> Tensor:
+        y = rms_norm(x, weight, None, eps=eps)
+        return y if dtype is None else y.to(dtype)
+
     def gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm_gated(x, gate, weight, None, activation="sigmoid", eps=eps)
 
@@ -135,7 +139,7 @@ def fla_ops() -> Iterator[None]:
         for name, function in (
             ("kda.kda", kda),
             ("kda.short_convs", convs),
-            ("norm.rms_norm", lambda x, weight, eps: rms_norm(x, weight, None, eps=eps)),
+            ("norm.rms_norm", plain),
             ("norm.gated_rms_norm", gated),
         ):
             stack.enter_context(mock.patch(f"openkda.layers.{name}", function))
