@@ -222,6 +222,16 @@ def test_equal_keys_full_write_no_decay() -> None:
     against_loop(x)
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus", None])
+def test_write_strengths_beyond_zero_and_one(gate: str | None) -> None:
+    """Nobody checks values unasked: negative strengths and those of 2 (negative eigenvalues) have their gradients too."""
+    x = make_inputs(15, T=100, H=1, HV=2, K=16, gate=gate)
+    x.beta = 3 * x.beta - 1
+    against_loop(x)
+    x.beta[:, ::3], x.beta[:, 1::3] = 0, 1e-20
+    against_loop(x)
+
+
 def test_keys_longer_than_one() -> None:
     """Norm off: finite and right as long as the recurrence itself is; norm on: always. check_inputs says so."""
     for gate in ("softplus", None):
