@@ -152,6 +152,8 @@ SHAPES = [
     ("H=64 1x8192", [8192], 64),
     ("H=64 8x1024", [1024] * 8, 64),
     ("H=32 1x8192", [8192], 32),
+    ("H=32 8x1024", [1024] * 8, 32),
+    ("H=12 8x1024", [1024] * 8, 12),
     ("H=16 1x65536", [65536], 16),
     ("H=12 1x8192", [8192], 12),
 ]
@@ -176,7 +178,7 @@ def time():
     for name, lens, h in SHAPES:
         args = [inputs(lens, h, h, shift, state=len(lens) > 1) for shift in (0.0, -6.0)]
         chosen = choose(sum(lens), len(lens), h, len(lens) > 1, launch._sm_count(0))
-        schedules = dict.fromkeys([chosen, "fused", "two_pass"] if h >= 32 else [chosen, "two_pass"])
+        schedules = dict.fromkeys([chosen, "fused", "two_pass"] if len(lens) > 1 or h > 64 else [chosen, "two_pass"])
         calls = {str(s): [partial(run, a, lens, schedule=s) for a in args] for s in schedules}
         if library:
             calls["FlashKDA"] = [flash_kda.call(library, a, lens, offsets(tuple(lens))) for a in args]

@@ -10,12 +10,13 @@ Four warpgroups in a row, each on its own chunk, and three stages of shared memo
     q        q                             Qt
     kc                 keys to tile ends   Kh
 
-    gates    | c + 2      | c + 3      |        700 + 700 instructions: gate, column sums, norms
-    scores       | c + 1      | c + 2      |    1,700: row sums, scores, scaled rows
-    states           | T(c) R U O S | T(c+1) .. two warpgroups; the halves take turns with the inversion
-    engine   g, k, q of c + 3: once the states have left the stage of c
+    gates     c+2      1,500 instructions a warp: gate, column sums, norms, anchors; draws chains, sends for tiles
+    scores    c+1      1,750: row sums, scores, scaled rows
+    states    c        two warpgroups: R, U, O, S; every other chunk one of them inverts L
+    engine    c+3      g, k, q, as soon as the states have left the stage of c
 
-Registers a thread: scores 120, gates 72, states 160 each.
+The roles wait for one another at mbarriers: ready (gates to scores), kq_ready and lm_ready (scores to states), t_ready (the
+half that inverted to the other), free (states to gates). Registers: ptxas gives each role its own number.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from openkda.ops.kda.hopper.fused_factors import gate_partition, score_partition
 from openkda.ops.kda.hopper.fused_state import fused_state_partition
 from openkda.ops.kda.hopper.state import S128
 
-GATES, STATES = gl.constexpr(72), gl.constexpr(152)  # registers a thread; scores get what is left of 512: 136
+GATES, STATES = gl.constexpr(80), gl.constexpr(152)  # registers a thread; scores get what is left of 512: 128
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
 )
 
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
-FETCH_AT = gl.constexpr(3)
+FETCH_AT = gl.constexpr(2)  # of four slices of gates: measured best of 1, 2, 3 and after them
 LBS = gl.constexpr(_sum_operand(32))
 LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
@@ -114,8 +114,8 @@ def gate_partition(
     bound, VARLEN: gl.constexpr, NP: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks. The next chunk, be it
-    of the next chain, is sent for before the last slice of this one: later, and its way from memory shows; earlier, and this
-    role waits for the states to leave that stage."""
+    of the next chain, is sent for in the midst of this one: later, and its way from memory shows; earlier, and this role waits
+    for the states to leave that stage."""
     q_s, k_s, g_s, kc_s = stages
     h_s, n_s, b_s = hand[0], hand[2], hand[3]
     full, ready, hand_free, free = bars

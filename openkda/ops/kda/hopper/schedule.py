@@ -24,7 +24,7 @@ _SEGMENT_US = {True: 3.05, False: 5.8}
 _MERGE_US, _CUT_US = 8.0, 5.0
 _SCAN_MEMORY_US = 0.0245
 """A chunk and head of the scan cannot be read faster, on however many SMs."""
-_FUSED_US, _FUSED_START_US = 6.0, 15.0
+_FUSED_US, _FUSED_START_US = 6.1, 15.0
 """A chunk of a chain; filling and draining the roles, once a program."""
 _WORTH = 0.9
 """A cut that saves less than a tenth is left: the model is no better than that, and segments take memory for states."""
