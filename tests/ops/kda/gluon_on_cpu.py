@@ -199,8 +199,8 @@ _language = SimpleNamespace(
     sum=lambda x, axis: Value(x.v.double().sum(axis).to(x.dtype)), min=lambda x, axis: Value(x.v.amin(axis)),
     max=lambda x, axis: Value(x.v.amax(axis)),
     exp2=lambda x: Value(torch.exp2(x.v)), abs=lambda x: Value(x.v.abs()),
-    minimum=lambda a, b: Value(torch.minimum(a.v, _beside(a.v, b))),
-    maximum=lambda a, b: Value(torch.maximum(a.v, _beside(a.v, b))),
+    minimum=lambda a, b, propagate_nan=None: Value(torch.minimum(a.v, _beside(a.v, b))),
+    maximum=lambda a, b, propagate_nan=None: Value(torch.maximum(a.v, _beside(a.v, b))),
     load=lambda p, mask=None, other=None: Value(p.read(mask, other)),
     store=lambda p, value, mask=None: p.write(value, mask),
     program_id=lambda axis: Value(torch.tensor(_Grid.program)),
@@ -216,7 +216,7 @@ _copies = SimpleNamespace(
 def load(*modules: ModuleType) -> dict[str, Any]:
     """The names of Gluon modules, one source after the other, with torch under them."""
     names = {"gl": _language, "gluon": SimpleNamespace(jit=lambda f=None, **options: f or (lambda g: g)),
-             "async_copy": _copies, "mma_v2": _mma}  # fmt: skip
+             "async_copy": _copies, "mma_v2": _mma, "PropagateNan": SimpleNamespace(ALL=None)}  # fmt: skip
     for module in modules:
         assert module.__file__ is not None
         source = Path(module.__file__).read_text()

@@ -118,8 +118,8 @@ def test_source_on_a_cpu(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name, programs, limit", [("states_kernel", 2, None), ("pairs_kernel", 3, REGISTERS)])
-def test_programs_fit_an_sm(name: str, programs: int, limit: int | None, packed: bool) -> None:
+@pytest.mark.parametrize("name, programs", [("states_kernel", 2), ("pairs_kernel", 3)])
+def test_programs_fit_an_sm(name: str, programs: int, packed: bool) -> None:
     types = dict.fromkeys(("v_p", "beta_p", "o_p", "do_p", "dv_p", "dbeta_p"), "*bf16") | {
         "scale": "fp32",
         "cu_p": "*i64",
@@ -127,9 +127,8 @@ def test_programs_fit_an_sm(name: str, programs: int, limit: int | None, packed:
     types |= dict.fromkeys(("u_p", "dd_p", "s_p", "ds_p", "d_p", "wide_p"), "*fp16")
     constants = {"HV": 96, "BK": 128, "PACKED": packed, "SIGMOID": True, "FLOOR": 1e-12}
     steps = ("svb", "svt", "svh", "sob", "sot", "soh")
-    options = {} if limit is None else {"maxnreg": limit}
-    moved, shared = compiled(getattr(products, name), constants, types, steps, **options)
-    assert moved <= 40 and programs * (shared + 1024) <= 228 * 1024, (moved, shared)
+    moved, shared = compiled(getattr(products, name), constants, types, steps, maxnreg=REGISTERS)
+    assert moved <= 60 and programs * (shared + 1024) <= 228 * 1024, (moved, shared)
 
 
 @pytest.mark.gpu

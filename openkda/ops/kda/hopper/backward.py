@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ def _walkable(t: Tensor) -> bool:
 
 
 _kernel: Limited | None = None
-_products: tuple[Any, Limited] | None = None
+_products: tuple[Limited, Limited] | None = None
 
 
 def launch_products(
@@ -49,7 +47,7 @@ def launch_products(
     if _products is None:
         from openkda.ops.kda.hopper.products import pairs_kernel, states_kernel
 
-        _products = states_kernel, Limited(pairs_kernel, REGISTERS)
+        _products = Limited(states_kernel, REGISTERS), Limited(pairs_kernel, REGISTERS)
     B, T, _, HV, K, _ = a.sizes
     BK, N, packed = max(64, padded(K)), a.num_sequences, a.cu is not None
     launch(

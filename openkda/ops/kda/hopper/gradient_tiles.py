@@ -10,11 +10,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.core import PropagateNan
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 FORGOTTEN = gl.constexpr(-57.7)
 NEARLY = gl.constexpr(-57.68)
+ALL_NAN = gl.constexpr(PropagateNan.ALL)  # a plain maximum returns the other operand
 BOUNDED = gl.constexpr(2)
 SOFTPLUS = gl.constexpr(1)
 CH = gl.constexpr(64)
@@ -202,10 +204,10 @@ def _gate(z, dt, real, rate, bound, GATE: gl.constexpr):
         x = gl.where(real, z * LOG2E + dt * LOG2E, -1e30)
         e = _ex2_neg_abs(x)
         more = gl.where(e < 0.0009765625, e * (LOG2E - 0.5 * LOG2E * e), _lg2(1.0 + e))
-        g = gl.maximum((gl.maximum(x, 0.0) + more) * -rate, FORGOTTEN)
+        g = gl.maximum((gl.maximum(x, 0.0) + more) * -rate, FORGOTTEN, propagate_nan=ALL_NAN)
         return g, g
     else:
-        g = gl.maximum((z + dt) * LOG2E, FORGOTTEN)
+        g = gl.maximum((z + dt) * LOG2E, FORGOTTEN, propagate_nan=ALL_NAN)
         return g, g
 
 
@@ -291,3 +293,19 @@ def _member(place, cu_p, N):
         else:
             high = middle
     return low
+
+
+@gluon.jit
+def _place(cu_p, place, T, N, PACKED: gl.constexpr):
+    """(first row, rows left, first tile) of a chunk; left <= 0: there is none."""
+    if PACKED:
+        low = _member(place, cu_p, N)
+        start = gl.load(cu_p + low).to(gl.int64)
+        first = (place - (start // 64 + low).to(gl.int32)) * 64
+        left = (gl.load(cu_p + low + 1).to(gl.int64) - start).to(gl.int32) - first
+        return start + first, left, start // 16 + low + first // 16, start * 0
+    else:
+        per = (T + 63) // 64
+        batch = (place // per).to(gl.int64)
+        first = place % per * 64
+        return first.to(gl.int64), T - first, batch * ((T + 15) // 16) + first // 16, batch

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from openkda.ops.kda.hopper.gradient_tiles import (  # fmt: skip
+    ALL_NAN,
     B16,
     B32,
     BOUNDED,
@@ -49,13 +50,174 @@ from openkda.ops.kda.hopper.gradient_tiles import (  # fmt: skip
     _inside_levels,
     _keep,
     _level_table,
-    _member,
+    _place,
     _row,
     _tf32,
     _tile,
     _tiles,
     _write,
 )
+
+
+@gluon.jit
+def _sums():
+    """Right operands of ones: over tokens up to each (float16); over each and those behind it (tf32, tokens as in _a32)."""
+    j16 = gl.arange(0, 16, layout=gl.SliceLayout(1, B16))[:, None]
+    i16 = gl.arange(0, 16, layout=gl.SliceLayout(0, B16))[None, :]
+    until = gl.where(j16 <= i16, 1.0, 0.0).to(gl.float16)
+    j32 = gl.arange(0, 16, layout=gl.SliceLayout(1, B32))[:, None]
+    i32 = gl.arange(0, 16, layout=gl.SliceLayout(0, B32))[None, :]
+    j32 = j32 // 8 * 8 + j32 % 4 * 2 + j32 // 4 % 2
+    since = gl.where(j32 >= i32, 1.0, 0.0)
+    return until, since
+
+
+@gluon.jit
+def _token_numbers(p_norm, p_rows, k_rows, HV: gl.constexpr, left, per_unit):
+    """Four numbers a token, 0 where there is none: the norms' inverses of q and k; q . dq and k . dk in the unit of d."""
+    rq_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+    rk_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+    aq_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+    ak_s = gl.allocate_shared_memory(gl.float32, [64], S1)
+    t64 = gl.arange(0, 64, layout=FLAT)
+    real = t64 < left
+    p_n = p_norm + t64 // 16 * 48 + t64 % 16
+    p_r = p_rows + t64 * HV
+    r_k = gl.load(p_n, real, other=0.0)
+    r_q = gl.load(p_n + 16, real, other=0.0)
+    a_q = gl.load(p_r, real, other=0.0) * per_unit
+    a_k = gl.load(p_r + k_rows, real, other=0.0) * per_unit
+    rq_s.store(r_q)
+    rk_s.store(r_k)
+    aq_s.store(a_q)
+    ak_s.store(a_k)
+    return rq_s, rk_s, aq_s, ak_s
+
+
+@gluon.jit
+def _first_walk(tiles, r_s, rk_s, dt, until, rate, bound, left, GATE: gl.constexpr):
+    """From the last tile to the first: the log2 decay of every tile goes to r_s, keys decayed to their tile's end to f_s.
+    Returns what the keys, decayed to the chunk's end, say to the leaving state [channels, 4], and the chunk's log2 decay."""
+    k_s, z_s, we_s, f_s = tiles
+    tok = gl.arange(0, 16, layout=TOK)[None, :]
+    zero = gl.zeros([64, 16], gl.float32, MM)
+    written = _folded(zero)
+    after = gl.zeros([64], gl.float32, CHAN)
+    for turn in range(4):
+        t = 3 - turn
+        g, _ = _gate(_tile(z_s, t), dt, tok + 16 * t < left, rate, bound, GATE)
+        g = g.to(gl.float16)
+        k = _tile(k_s, t) * _row(rk_s, t)
+        P = mma_v2(_a16(g), until, zero)
+        R = gl.min(P, axis=1)  # a sum of log decays falls from token to token: that of the whole tile is the smallest
+        if GATE == BOUNDED:
+            f = (k * (_ex2_neg(P) * _ex2(R)[:, None])).to(gl.float16)
+        else:
+            f = (k * _ex2(R[:, None] - P)).to(gl.float16)
+        written += _folded(f.to(gl.float32) * (_tile(we_s, t) * _ex2(after)[:, None]))
+        after += R
+        r_s.index(t).store(R)
+        _keep(f_s, t, f)
+    return written, after
+
+
+@gluon.jit
+def _from_earlier(M_s, A_s, f_s, r_s, t):
+    """What rows of tile t get from pairs with earlier tiles (q, k), and the decay from the chunk's start; their own pending."""
+    b = gl.zeros([64, 16], gl.float32, MM)
+    c = gl.zeros([64, 16], gl.float32, MM)
+    past = gl.zeros([64], gl.float32, CHAN)
+    for back in range(t):
+        o = t - 1 - back
+        f = _a16(f_s.index(o).permute((1, 0)).load(MM) * _ex2(past).to(gl.float16)[:, None])
+        b = mma_v2(f, _forth(M_s, t, o), b)
+        c = mma_v2(f, _forth(A_s, t, o), c)
+        past += r_s.index(o).load(CHAN)
+    return b, c, _ex2(past)
+
+
+@gluon.jit
+def _from_later(M_s, A_s, wq_s, wk_s, we_s, f_s, r_s, dP, ue, t):
+    """What columns of tile t get from pairs with later tiles and from the leaving state, their own decay pending; and dP."""
+    f = f_s.index(t).permute((1, 0)).load(MM)
+    zero = gl.zeros([64, 16], gl.float32, MM)
+    b = zero
+    past = gl.zeros([64], gl.float32, CHAN)
+    for o in range(t + 1, 4):
+        c = mma_v2(_a16(wq_s.index(o).permute((1, 0)).load(MM)), _back(M_s, o, t), zero)
+        c = mma_v2(_a16(wk_s.index(o).permute((1, 0)).load(MM)), _back(A_s, o, t), c)
+        w = _ex2(past)
+        dP -= (f * w.to(gl.float16)[:, None]).to(gl.float32) * c
+        b += c * w[:, None]
+        past += r_s.index(o).load(CHAN)
+    w = _tile(we_s, t) * (_ex2(past) * ue)[:, None]
+    dP -= f.to(gl.float32) * w
+    return b + w, dP
+
+
+@gluon.jit
+def _tile_gradients(
+    raw, wide, scores, f_s, r_s, numbers, own, t, g, since, until, carry, units, GATE: gl.constexpr,
+):  # fmt: skip
+    """Replaces tile t of q and k by its gradients, and its wide tiles by what earlier tiles need of it. Returns the gradient of
+    the natural log decay, and dP."""
+    q_s, k_s = raw
+    wq_s, wk_s, we_s = wide
+    M_s, A_s = scores
+    rq_s, rk_s, aq_s, ak_s = numbers
+    ud, uq, uk, ue = units
+    zero = gl.zeros([64, 16], gl.float32, MM)
+    k = _tile(k_s, t) * _row(rk_s, t)
+    q = _tile(q_s, t) * _row(rq_s, t)
+    R = r_s.index(t).load(CHAN)
+    P = mma_v2(_a16(g), until, zero)
+    near = _ex2(P)
+    if GATE == BOUNDED:
+        # Ten mantissa bits, as float16 has: the same numbers serve both kinds of product and dP.
+        q_row = _tf32(q * near)
+        k_row = _tf32(k * near)
+        far = _ex2_neg(P)
+        k_column = _tf32(k * far)
+        dq, dk, column = _inside_bounded(q_row, k_row, k_column, M_s, A_s, t, zero)
+        qn = q_row.to(gl.float16)
+        kn = k_row.to(gl.float16)
+    else:
+        far = _ex2(R[:, None] - P)
+        dq, dk, dP = _inside_levels(q, k, g, own, M_s, A_s, t, zero)
+        qn = (q * near).to(gl.float16)
+        kn = (k * near).to(gl.float16)
+        q_row = qn.to(gl.float32)
+        k_row = kn.to(gl.float32)
+    b, c, past = _from_earlier(M_s, A_s, f_s, r_s, t)
+    b += _tile(wq_s, t) * (past * uq)[:, None]
+    if GATE == BOUNDED:
+        b += dq
+        dP = q_row * b
+        dq = near * b
+    else:
+        dP += q_row * b
+        dq += near * b
+    c += _tile(wk_s, t) * (past * uk)[:, None]
+    if GATE == BOUNDED:
+        c += dk
+        dP += k_row * c - k_column * column
+        dk = near * c
+    else:
+        dP += k_row * c
+        dk += near * c
+    b, dP = _from_later(M_s, A_s, wq_s, wk_s, we_s, f_s, r_s, dP, ue, t)
+    if GATE == BOUNDED:
+        dk += far * (column + b * _ex2(R)[:, None])
+    else:
+        dk += far * b
+    _keep(wq_s, t, qn)
+    _keep(wk_s, t, kn)
+    _keep(q_s, t, (_row(rq_s, t) * ud) * (dq - q * _row(aq_s, t)))
+    _keep(k_s, t, (_row(rk_s, t) * ud) * (dk - k * _row(ak_s, t)))
+    coarse = (dP.to(gl.int32, bitcast=True) & -0x2000).to(gl.float32, bitcast=True)
+    dg = mma_v2(_a32(coarse), since, carry[:, None] + zero, input_precision="tf32")
+    dg = mma_v2(_a32(dP - coarse), since, dg, input_precision="tf32")
+    return dg, dP
 
 
 @gluon.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
@@ -78,32 +240,17 @@ def gradients_kernel(
     h = (pid // NS % HV).to(gl.int64)
     place = pid // NS // HV
     slot = place.to(gl.int64)
-    if PACKED:
-        low = _member(place, cu_p, N)
-        start = gl.load(cu_p + low).to(gl.int64)
-        first = (place - (start // 64 + low).to(gl.int32)) * 64
-        length = (gl.load(cu_p + low + 1).to(gl.int64) - start).to(gl.int32)
-        tile0 = start // 16 + low + first // 16
-        batch = slot * 0
-    else:
-        per = (T + 63) // 64
-        batch = (place // per).to(gl.int64)
-        first = place % per * 64
-        length = T
-        tile0 = batch * ((T + 15) // 16) + first // 16
-        start = slot * 0
+    row, left, tile0, batch = _place(cu_p, place, T, N, PACKED)
     c0 = part * 64
     chan = c0 + gl.arange(0, 64, layout=CHAN)
     m_c = chan < K
     p_sum = (slot * HV + h) * K
-    if first >= length:
+    if left <= 0:
         if HAS_DT:
             gl.store(ddt_p + p_sum + chan, gl.zeros([64], gl.float32, CHAN), m_c)
         if HAS_A:
             gl.store(dA_log_p + p_sum + chan, gl.zeros([64], gl.float32, CHAN), m_c)
         return
-    row = start + first
-    left = gl.minimum(length - first, 64)
     block = h * slots + slot
 
     # One allocation each: a store to one needs no barrier before the next.
@@ -116,10 +263,6 @@ def gradients_kernel(
     f_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
     M_s = gl.allocate_shared_memory(gl.float16, [16, 16, 16], S32)
     A_s = gl.allocate_shared_memory(gl.float16, [16, 16, 16], S32)
-    rq_s = gl.allocate_shared_memory(gl.float32, [64], S1)
-    rk_s = gl.allocate_shared_memory(gl.float32, [64], S1)
-    aq_s = gl.allocate_shared_memory(gl.float32, [64], S1)
-    ak_s = gl.allocate_shared_memory(gl.float32, [64], S1)
     r_s = gl.allocate_shared_memory(gl.float32, [4, 64], S1)
     _fetch(z_s, g_p + batch * sgb + h * sgh + row * sgt + c0, sgt, left, c0, K)
     _fetch(k_s, k_p + batch * skb + (h // GROUP) * skh + row * skt + c0, skt, left, c0, K)
@@ -140,59 +283,27 @@ def gradients_kernel(
     uk = gl.load(p_unit + 2) * per_unit
     ue = gl.load(p_unit + 3) * per_unit
     t64 = gl.arange(0, 64, layout=FLAT)
-    real = t64 < left
-    p_n = norm_p + (h * tiles + tile0) * 48 + t64 // 16 * 48 + t64 % 16
-    p_r = rows_p + (batch * T + row) * HV + h + t64 * HV
-    r_k = gl.load(p_n, real, other=0.0)
-    r_q = gl.load(p_n + 16, real, other=0.0)
-    a_q = gl.load(p_r, real, other=0.0) * per_unit
-    a_k = gl.load(p_r + B.to(gl.int64) * T * HV, real, other=0.0) * per_unit
-    rq_s.store(r_q)
-    rk_s.store(r_k)
-    aq_s.store(a_q)
-    ak_s.store(a_k)
+    p_norm = norm_p + (h * tiles + tile0) * 48
+    p_rows = rows_p + (batch * T + row) * HV + h
+    numbers = _token_numbers(p_norm, p_rows, B.to(gl.int64) * T * HV, HV, left, per_unit)
     if GATE != BOUNDED:
         own_s = gl.allocate_shared_memory(gl.float32, [64], S1)
         own_s.store(gl.load(d_p + block * 8192 + t64 * 65).to(gl.float32))
     rate = 1.0
     if HAS_A:
-        rate = gl.exp2(gl.minimum(gl.load(A_log_p + h).to(gl.float32) * LOG2E, 115.0))
+        rate = gl.exp2(gl.minimum(gl.load(A_log_p + h).to(gl.float32) * LOG2E, 115.0, propagate_nan=ALL_NAN))
     dt_bias = gl.zeros([64], gl.float32, CHAN)
     if HAS_DT:
         dt_bias = gl.load(dt_bias_p + h * K + chan, m_c, other=0.0)
     both = gl.load(both_p + block * BK + chan, chan < BK, other=0.0)
     dt = dt_bias[:, None]
     tok = gl.arange(0, 16, layout=TOK)[None, :]
-    j16 = gl.arange(0, 16, layout=gl.SliceLayout(1, B16))[:, None]
-    i16 = gl.arange(0, 16, layout=gl.SliceLayout(0, B16))[None, :]
-    until = gl.where(j16 <= i16, 1.0, 0.0).to(gl.float16)
-    j32 = gl.arange(0, 16, layout=gl.SliceLayout(1, B32))[:, None]
-    i32 = gl.arange(0, 16, layout=gl.SliceLayout(0, B32))[None, :]
-    j32 = j32 // 8 * 8 + j32 % 4 * 2 + j32 // 4 % 2
-    since = gl.where(j32 >= i32, 1.0, 0.0)
+    until, since = _sums()
     zero = gl.zeros([64, 16], gl.float32, MM)
-    none = gl.zeros([64], gl.float32, CHAN)
     async_copy.wait_group(1)
     gl.thread_barrier()
 
-    # From the last tile to the first: keys decayed to their tile's end, what these say to the leaving state.
-    written = _folded(zero)
-    after = none
-    for turn in range(4):
-        t = 3 - turn
-        g, _ = _gate(_tile(z_s, t), dt, tok + 16 * t < left, rate, bound, GATE)
-        g = g.to(gl.float16)
-        k = _tile(k_s, t) * _row(rk_s, t)
-        P = mma_v2(_a16(g), until, zero)
-        R = gl.min(P, axis=1)  # a sum of log decays falls from token to token: that of the whole tile is the smallest
-        if GATE == BOUNDED:
-            f = (k * (_ex2_neg(P) * _ex2(R)[:, None])).to(gl.float16)
-        else:
-            f = (k * _ex2(R[:, None] - P)).to(gl.float16)
-        written += _folded(f.to(gl.float32) * (_tile(we_s, t) * _ex2(after)[:, None]))
-        after += R
-        r_s.index(t).store(R)
-        _keep(f_s, t, f)
+    written, after = _first_walk((k_s, z_s, we_s, f_s), r_s, numbers[1], dt, until, rate, bound, left, GATE)
     carry = _across(written) * ue + both * _ex2(after) * per_unit
     async_copy.wait_group(0)
     gl.thread_barrier()
@@ -206,83 +317,17 @@ def gradients_kernel(
     for turn in range(4):
         t = 3 - turn
         z = _tile(z_s, t)
-        g, s = _gate(z, dt, tok + 16 * t < left, rate, bound, GATE)
-        g = g.to(gl.float16)
-        k = _tile(k_s, t) * _row(rk_s, t)
-        q = _tile(q_s, t) * _row(rq_s, t)
-        R = r_s.index(t).load(CHAN)
-        P = mma_v2(_a16(g), until, zero)
-        near = _ex2(P)
-        if GATE == BOUNDED:
-            # Ten mantissa bits, as float16 has: the same numbers serve both kinds of product and dP.
-            q_row = _tf32(q * near)
-            k_row = _tf32(k * near)
-            far = _ex2_neg(P)
-            k_column = _tf32(k * far)
-            dq, dk, column = _inside_bounded(q_row, k_row, k_column, M_s, A_s, t, zero)
-            qn = q_row.to(gl.float16)
-            kn = k_row.to(gl.float16)
-        else:
-            far = _ex2(R[:, None] - P)
-            dq, dk, dP = _inside_levels(q, k, g, _row(own_s, t), M_s, A_s, t, zero)
-            qn = (q * near).to(gl.float16)
-            kn = (k * near).to(gl.float16)
-            q_row = qn.to(gl.float32)
-            k_row = kn.to(gl.float32)
-        # Rows of pairs with earlier tiles, and what the entering state says.
-        b = zero
-        c = gl.zeros([64, 16], gl.float32, MM)
-        past = none
-        for back in range(t):
-            o = t - 1 - back
-            f = _a16(f_s.index(o).permute((1, 0)).load(MM) * _ex2(past).to(gl.float16)[:, None])
-            b = mma_v2(f, _forth(M_s, t, o), b)
-            c = mma_v2(f, _forth(A_s, t, o), c)
-            past += r_s.index(o).load(CHAN)
-        past = _ex2(past)
-        b += _tile(wq_s, t) * (past * uq)[:, None]
-        if GATE == BOUNDED:
-            b += dq
-            dP = q_row * b
-            dq = near * b
-        else:
-            dP += q_row * b
-            dq += near * b
-        c += _tile(wk_s, t) * (past * uk)[:, None]
-        if GATE == BOUNDED:
-            c += dk
-            dP += k_row * c - k_column * column
-            dk = near * c
-        else:
-            dP += k_row * c
-            dk += near * c
-        # Columns of pairs with later tiles, and what the leaving state says.
-        f = f_s.index(t).permute((1, 0)).load(MM)
-        b = zero
-        past = none
-        for o in range(t + 1, 4):
-            c = mma_v2(_a16(wq_s.index(o).permute((1, 0)).load(MM)), _back(M_s, o, t), zero)
-            c = mma_v2(_a16(wk_s.index(o).permute((1, 0)).load(MM)), _back(A_s, o, t), c)
-            w = _ex2(past)
-            dP -= (f * w.to(gl.float16)[:, None]).to(gl.float32) * c
-            b += c * w[:, None]
-            past += r_s.index(o).load(CHAN)
-        w = _tile(we_s, t) * (_ex2(past) * ue)[:, None]
-        dP -= f.to(gl.float32) * w
-        if GATE == BOUNDED:
-            dk += far * (column + (b + w) * _ex2(R)[:, None])
-        else:
-            dk += far * (b + w)
-        # Out.
-        _keep(wq_s, t, qn)
-        _keep(wk_s, t, kn)
-        _keep(q_s, t, (_row(rq_s, t) * ud) * (dq - q * _row(aq_s, t)))
-        _keep(k_s, t, (_row(rk_s, t) * ud) * (dk - k * _row(ak_s, t)))
-        coarse = (dP.to(gl.int32, bitcast=True) & -0x2000).to(gl.float32, bitcast=True)
-        dg = mma_v2(_a32(coarse), since, carry[:, None] + zero, input_precision="tf32")
-        dg = mma_v2(_a32(dP - coarse), since, dg, input_precision="tf32")
+        real = tok + 16 * t < left
+        g, s = _gate(z, dt, real, rate, bound, GATE)
+        own = 0.0
+        if GATE != BOUNDED:
+            own = _row(own_s, t)
+        dg, dP = _tile_gradients(
+            (q_s, k_s), (wq_s, wk_s, we_s), (M_s, A_s), f_s, r_s, numbers, own, t, g.to(gl.float16), since, until,
+            carry, (ud, uq, uk, ue), GATE,
+        )  # fmt: skip
         carry += gl.sum(dP, axis=1)
-        dz, da = _gate_gradient(dg, z, dt, tok + 16 * t < left, s, rate, bound, ud, GATE)
+        dz, da = _gate_gradient(dg, z, dt, real, s, rate, bound, ud, GATE)
         _keep(z_s, t, dz)
         if HAS_DT or HAS_A:
             ddt += _folded(dz)

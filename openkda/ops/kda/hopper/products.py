@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from openkda.ops.kda.hopper.gradient_tiles import A16, B16, LOG2E, MM, ROWS, S128, _a16, _ex2, _member, _wide
+from openkda.ops.kda.hopper.gradient_tiles import A16, B16, LOG2E, MM, ROWS, S128, _a16, _ex2, _place, _wide
 
 CHAN0 = gl.constexpr(gl.SliceLayout(0, MM.value))
 TOK1 = gl.constexpr(gl.SliceLayout(1, MM.value))
@@ -44,22 +44,6 @@ def _blocks(dst, p, stride):
     c = gl.arange(0, 64, layout=ROW0)[None, :]
     for half in gl.static_range(2):
         async_copy.async_copy_global_to_shared(dst.index(half), p + ((t + 64 * half) * stride + c))
-
-
-@gluon.jit
-def _place(cu_p, place, T, N, PACKED: gl.constexpr):
-    """(first row, rows left, first tile) of a chunk; left <= 0: there is none."""
-    if PACKED:
-        low = _member(place, cu_p, N)
-        start = gl.load(cu_p + low).to(gl.int64)
-        first = (place - (start // 64 + low).to(gl.int32)) * 64
-        left = (gl.load(cu_p + low + 1).to(gl.int64) - start).to(gl.int32) - first
-        return start + first, left, start // 16 + low + first // 16, start * 0
-    else:
-        per = (T + 63) // 64
-        batch = (place // per).to(gl.int64)
-        first = place % per * 64
-        return first.to(gl.int64), T - first, batch * ((T + 15) // 16) + first // 16, batch
 
 
 @gluon.jit
@@ -243,7 +227,7 @@ def pairs_kernel(
     if SIGMOID:
         beta = 1.0 / (1.0 + _ex2(beta * -LOG2E))
         slope = beta * (1.0 - beta)
-    beta = gl.maximum(beta, FLOOR)
+    beta = gl.where(gl.abs(beta) < FLOOR, FLOOR, beta)
     gl.store(dbeta_p + at, (ddu / beta / beta * slope).to(dbeta_p.dtype.element_ty), r < left)
     gl.store(rows_p + at, doo, r < left)
     gl.store(rows_p + B.to(gl.int64) * T * HV + at, 2.0 * ddu / beta - ddv, r < left)

@@ -24,8 +24,7 @@ from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
 
 C = 64
 SAVE = C // CHUNK
-HOPPER_PRODUCTS = False  # until it has run on a card
-HOPPER_GRADIENTS = True  # off, the portable kernel runs on Hopper too, to be timed beside the other
+HOPPER_PRODUCTS = HOPPER_GRADIENTS = True  # off, the portable kernel runs on Hopper too, to be timed beside the other
 _TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
