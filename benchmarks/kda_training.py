@@ -166,7 +166,7 @@ def first_step_row() -> Row:
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
-            env={**os.environ, "TRITON_CACHE_DIR": cache},
+            env={**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )  # fmt: skip
     row["ours"] = float(done.stdout.split()[-1]) if done.returncode == 0 else done.stderr.strip().splitlines()[-1][:60]
     return row

@@ -228,7 +228,7 @@ def prepare_kernel(
     if SIGMOID:
         beta = tl.where(real, sigmoid(beta), 0.0)
     if WALK:  # the backward divides by beta (products.py)
-        beta = tl.where(real, tl.maximum(beta, BETA_FLOOR, propagate_nan=tl.PropagateNan.ALL), 0.0)
+        beta = tl.where(real, tl.where(tl.abs(beta) < BETA_FLOOR, BETA_FLOOR, beta), 0.0)
     rate = 1.0
     if HAS_A:
         rate = decay_rate(tl.load(A_log_p + h))

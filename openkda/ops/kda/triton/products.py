@@ -225,7 +225,7 @@ def products_kernel(
             beta = sigmoid(beta)
             slope = beta * (1.0 - beta)
         # U and dD are proportional to beta, as `prepare.py` floored it
-        beta = tl.maximum(beta, BETA_FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        beta = tl.where(tl.abs(beta) < BETA_FLOOR, BETA_FLOOR, beta)
         tl.store(dbeta_p + tokens + at_token, ddu * k_size / beta * k_size / beta * slope, real)
         if L2NORM:
             tl.store(rows_p + tokens + at_token, doo, real)
