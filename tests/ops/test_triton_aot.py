@@ -149,7 +149,7 @@ def block_launches(T: int = 1, keep: str = "last", K: int = 128, V: int = 128) -
     return launches
 
 
-def one_token_launches(group: int = 1, W: int = 4) -> list[Launch]:
+def one_token_launches(group: int = 1, W: int = 4, few: int = 1 << 20) -> list[Launch]:
     """Of heads of 128 on Hopper."""
     from openkda.ops.kda_block import hopper
     from openkda.ops.kda_block.triton import launch
@@ -160,12 +160,13 @@ def one_token_launches(group: int = 1, W: int = 4) -> list[Launch]:
     constants = (*(empty(n, W, **f32) for n in widths), empty(D, **f32), empty(HV, **f32), empty(HV * D, **f32))
     state = [empty(64, HV, D, D, **f32)] + [empty(64, n, W - 1) for n in widths]
     fits, hopper.fits = hopper.fits, lambda device, K, V, programs: True
+    limit, hopper.FEW = hopper.FEW, few
     try:
         with recorded() as launches:
             launch.pool_direct(*tokens, *constants, *state, empty(N, dtype=torch.int32), 2, -5.0, 1e-5, 0.1)
             launch.step_direct(*tokens, *constants, *(t[:N] for t in state), 1, 0.0, 1e-5, 0.1)
     finally:
-        hopper.fits = fits
+        hopper.fits, hopper.FEW = fits, limit
     return launches
 
 
@@ -306,6 +307,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "block-all": lambda: block_launches(4, "all"),
     "block-one-token": one_token_launches,
     "block-one-token-grouped": lambda: one_token_launches(2, 3),
+    "block-one-token-many": lambda: one_token_launches(few=0),
     "commit": commit_launches,
     "conv": conv_launches,
     "norm": norm_launches,

@@ -292,11 +292,20 @@ def test_no_compilation_after_the_first_call(impl: str, monkeypatch: pytest.Monk
     assert not compiled
 
 
+@pytest.mark.parametrize("few", [768, 0])
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group, W", [(1, 4), (2, 4), (1, 3), (2, 2)])
-def test_one_token_of_published_heads(group: int, W: int, dtype: torch.dtype, strided: bool) -> None:
-    """Heads of 128 have a decoding kernel of their own: fresh states and pools, padded rows, strided pools, both gates."""
+def test_one_token_of_published_heads(
+    group: int, W: int, dtype: torch.dtype, strided: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 128 have a decoding kernel of their own, in two layouts: fresh states and pools, padded rows, strided pools."""
+    from openkda.ops.kda_block import hopper
+    from openkda.ops.kda_block.call import CALLS
+
+    monkeypatch.setattr(hopper, "FEW", few)
+    monkeypatch.setattr(hopper, "WHOLE_ROWS", True)
+    CALLS.forget()
     limit = {F32: 2e-5, BF16: 4e-3, F16: 1e-3}[dtype]
     H = 3
     for kind in ("bounded", "softplus"):

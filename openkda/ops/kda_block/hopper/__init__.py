@@ -7,11 +7,19 @@ import torch
 from openkda.ops.device.api import is_hopper
 
 HEAD = 128
-MOST = 768
-"""Programs up to which it wins. H200, 96 heads, us in a graph with cold states, this kernel and the portable one: batch 1 5.92
-and 7.89, 8 33.0 and 33.5, 32 117.8 and 111.6, 256 905 and 838: pieces of 64 bytes a row cost bandwidth."""
+FEW = 768
+"""Programs up to which the layout for few of them wins. H200, 96 heads, us in a graph with cold states, it and the portable
+kernel: batch 1 5.92 and 7.89, 8 33.0 and 33.5, 32 117.8 and 111.6, 256 905 and 838."""
+WHOLE_ROWS = False
+"""Whether more programs take the layout for many of them. Otherwise they take the portable kernel."""
 
 
 def fits(device: torch.device, K: int, V: int, programs: int) -> bool:
     """Whether the kernel can run there and is the faster one."""
-    return K == HEAD and V == HEAD and programs <= MOST and device.type == "cuda" and is_hopper(device.index)
+    return (
+        K == HEAD
+        and V == HEAD
+        and (WHOLE_ROWS or programs <= FEW)
+        and device.type == "cuda"
+        and is_hopper(device.index)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from openkda.ops.kda_block import hopper
 from openkda.ops.kda_block.hopper.one import WARPS, one_kernel
 from openkda.ops.triton.api import launch
 
@@ -22,10 +23,12 @@ def launch_one(
         *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
     )  # fmt: skip
     dense = all(_is_dense(x) for x in (*old, *new))
+    programs = g.shape[0] * H
     constants = (
         H, g.shape[2] // H, wq.shape[1], gate, A_log is not None, dt_bias is not None, slots is not None, dense,
+        programs > hopper.FEW,
     )  # fmt: skip
-    launch(one_kernel, g.shape[0] * H, (*tensors, *old, *new), steps, numbers, constants, WARPS.value, q.device)
+    launch(one_kernel, programs, (*tensors, *old, *new), steps, numbers, constants, WARPS.value, q.device)
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -4,10 +4,14 @@
 
 For one sequence a step is latency: the launch, the slot, the state, then whatever stands between the last of the state and its
 way back. So everything that no slot decides is loaded first, then the windows, then the state, and all vectors are ready
-before the state is. A warp owns 16 value channels and all keys: the sums over keys are shuffles, and barriers are left where
-q, k, v and the decay change hands (once) and in the output's norm. q and k meet the state before their lengths are known; the
-lengths are divided out of the sums. Layouts decide all this, and Triton proper chooses its own (29 to 34 barriers, twice the
-instructions).
+before the state is. q and k meet the state before their lengths are known; the lengths are divided out of the sums. Barriers
+are left where q, k, v and the decay change hands, and where warps add up, once each. Two layouts of the state:
+
+    few programs    a warp has 16 value channels and all keys: sums over keys are shuffles, the norm's sum crosses warps
+    many            a warp has 16 keys and all values: whole rows of 512 bytes, where pieces of 64 cost bandwidth;
+                    sums over keys cross warps, the norm's are shuffles
+
+Layouts decide all this, and Triton proper chooses its own (29 to 34 barriers, twice the instructions).
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from openkda.ops.triton import api as shared
 
 WARPS = gl.constexpr(8)
 D = gl.constexpr(128)
-LANES = gl.constexpr(4)  # of a warp along the value channels, four channels each
-STATE = gl.constexpr(gl.BlockedLayout([4, 4], [8, 4], [1, WARPS.value], [1, 0]))
-ROWS = gl.constexpr(gl.SliceLayout(1, STATE.value))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, STATE.value))
+WHOLE_COLUMNS = gl.constexpr(gl.BlockedLayout([4, 4], [8, 4], [1, WARPS.value], [1, 0]))
+WHOLE_ROWS = gl.constexpr(gl.BlockedLayout([4, 4], [1, 32], [WARPS.value, 1], [1, 0]))
 PAIR = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS.value], [0]))  # [256]: q | k, and v | gate input
-SUMS = gl.constexpr(gl.BlockedLayout([WARPS.value], [32], [WARPS.value], [0]))  # all of them in every thread
+SUMS = gl.constexpr(gl.BlockedLayout([WARPS.value], [32], [WARPS.value], [0]))  # one of each warp, all in every thread
+PARTS = gl.constexpr(gl.BlockedLayout([WARPS.value, 4], [1, 32], [1, WARPS.value], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
 
 log2_decay = gluon.jit(shared.log2_decay.fn)
 decay_rate = gluon.jit(shared.decay_rate.fn)
@@ -40,6 +44,13 @@ def _add2(a, b, c, d):
 @gluon.jit
 def _add3(a, b, c, d, e, f):
     return a + d, b + e, c + f
+
+
+@gluon.jit
+def _own_keys(x):
+    """[128, 128] with rows by warp in turn, four at a time -> [WARPS, 128]: each warp's sum over its rows."""
+    x = gl.reshape(x, [32 // WARPS, WARPS, 4, 128])
+    return gl.sum(gl.sum(x, axis=2), axis=0)
 
 
 @gluon.jit
@@ -105,9 +116,12 @@ def one_kernel(
     s1n, s1h, s1k, cq1n, cq1d, cq1w, ck1n, ck1d, ck1w, cv1n, cv1d, cv1w,
     bound, eps, norm_eps, scale,
     H: gl.constexpr, GROUP: gl.constexpr, W: gl.constexpr, GATE: gl.constexpr, HAS_A: gl.constexpr,
-    HAS_DT: gl.constexpr, INDEXED: gl.constexpr, DENSE: gl.constexpr,
+    HAS_DT: gl.constexpr, INDEXED: gl.constexpr, DENSE: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
     """DENSE: each sequence's state and windows are contiguous, so that their offsets are known when compiling."""
+    STATE: gl.constexpr = WHOLE_ROWS if MANY else WHOLE_COLUMNS
+    ROWS: gl.constexpr = gl.SliceLayout(1, STATE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, STATE)
     if DENSE:
         s0h = D * D
         s1h = D * D
@@ -141,7 +155,11 @@ def one_kernel(
     OUT: gl.constexpr = y_p.dtype.element_ty
     qk_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)  # two of them: no barrier between their stores
     vd_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
-    sum_s = gl.allocate_shared_memory(gl.float32, [WARPS], FLAT)
+    if MANY:
+        sk_s = gl.allocate_shared_memory(gl.float32, [WARPS, 128], TABLE)
+        sq_s = gl.allocate_shared_memory(gl.float32, [WARPS, 128], TABLE)
+    else:
+        sum_s = gl.allocate_shared_memory(gl.float32, [WARPS], FLAT)
     chan = hq * D + at
     for j in gl.static_range(GROUP):
         head = hq * GROUP + j
@@ -158,8 +176,9 @@ def one_kernel(
         if HAS_A:
             rate = decay_rate(gl.load(A_log_p + h))
         beta = sigmoid(gl.load(beta_p + row * sbb + h * sbh).to(gl.float32))
-        og = gl.load(og_p + row * son + h * soh + x).to(gl.float32)
-        norm = gl.load(norm_p + x).to(gl.float32)
+        if not MANY:
+            og = gl.load(og_p + row * son + h * soh + x).to(gl.float32)
+            norm = gl.load(norm_p + x).to(gl.float32)
         if INDEXED and j == 0:  # noqa: SIM102 (constants, and a value)
             if place < 0:
                 for i in range(GROUP):
@@ -183,15 +202,33 @@ def one_kernel(
         k = qk_s.slice(128, 128).load(ROWS)
         v = vd_s.slice(0, 128).load(COLUMNS)
         S *= vd_s.slice(128, 128).load(ROWS)[:, None]
-        qq, kk, kq = gl.reduce((q * q, k * k, q * k), 0, _add3)
+        if MANY:
+            q1 = qk_s.slice(0, 128).load(COLUMNS)
+            k1 = qk_s.slice(128, 128).load(COLUMNS)
+            qq, kk, kq = gl.reduce((q1 * q1, k1 * k1, q1 * k1), 0, _add3)
+        else:
+            qq, kk, kq = gl.reduce((q * q, k * k, q * k), 0, _add3)
         rq = gl.rsqrt(qq + eps)
         rk = gl.rsqrt(kk + eps)
-        sk, sq = gl.reduce((S * k[:, None], S * q[:, None]), 0, _add2)
+        if MANY:
+            sk_s.store(_own_keys(S * k[:, None]))
+            sq_s.store(_own_keys(S * q[:, None]))
+            gl.thread_barrier()
+            sk = gl.convert_layout(gl.sum(sk_s.load(PARTS), axis=0), COLUMNS, assert_trivial=True)
+            sq = gl.convert_layout(gl.sum(sq_s.load(PARTS), axis=0), COLUMNS, assert_trivial=True)
+        else:
+            sk, sq = gl.reduce((S * k[:, None], S * q[:, None]), 0, _add2)
         u = beta * (v - sk * rk)
         o = ((sq * rq + kq * (rq * rk) * u) * scale).to(OUT).to(gl.float32)
         S += k[:, None] * (u * rk)[None, :]
         gl.store(s1_p + place * s1n + h * s1h + c[:, None] * s1k + x[None, :], S.to(s1_p.dtype.element_ty))
-        sum_s.store(gl.sum(gl.reshape(o * o, [WARPS, 128 // WARPS]), axis=1))  # each warp its own channels: one barrier
-        gl.thread_barrier()
-        o *= gl.rsqrt(gl.sum(sum_s.load(SUMS), axis=0) / D + norm_eps)
+        if MANY:
+            og = gl.load(og_p + row * son + h * soh + x).to(gl.float32)
+            norm = gl.load(norm_p + x).to(gl.float32)
+            square = gl.sum(o * o, axis=0)
+        else:
+            sum_s.store(gl.sum(gl.reshape(o * o, [WARPS, 128 // WARPS]), axis=1))  # each warp its own channels
+            gl.thread_barrier()
+            square = gl.sum(sum_s.load(SUMS), axis=0)
+        o *= gl.rsqrt(square / D + norm_eps)
         gl.store(y_p + (row * HV + h) * D + x, (o * norm * sigmoid(og)).to(OUT))
