@@ -14,7 +14,9 @@ import torch
 
 from openkda import BoundedGate, kda, kda_step
 from openkda.ops.kda.hopper import launch
+from openkda.ops.kda_block import hopper as one_token
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block, kda_block_commit
+from openkda.ops.kda_block.call import CALLS
 from openkda.ops.norm.api import gated_rms_norm, rms_norm
 from openkda.ops.short_conv.api import short_conv, short_conv_step
 from openkda.testing.inputs import KDAInputs, make_inputs
@@ -61,14 +63,16 @@ def main() -> None:
         weights = BlockWeights(*(draw(H * K, W) for _ in "qkv"), draw(K), 1e-5)
         state = BlockState(draw(rows, H, K, K), *(draw(rows, H * K, W - 1).to(BF16) for _ in "qkv"))
         slots = torch.tensor([2, -1, 0], device="cuda")
-        for T, keep in ((1, "last"), (5, "last"), (3, "all")):
+        for T, keep, one_token.FEW in ((1, "last", 768), (1, "last", 0), (5, "last", 768), (3, "all", 768)):
+            one_token.WHOLE_ROWS = True  # both layouts of the one-token kernel
             tokens = {n: draw(rows, T, H * K).to(BF16) for n in "qkv"}
             tokens |= {n: draw(rows, T, H, K).to(BF16) for n in ("g", "out_gate")}
             out = kda_block(
                 **tokens, beta=draw(rows, T, H).to(BF16), weights=weights, state=state, slots=slots,
                 gate=BoundedGate(-5.0), keep=keep,
             )  # fmt: skip
-            report(f"decoding block, {T} tokens, keep {keep}", out.output)
+            report(f"decoding block, {T} tokens, keep {keep}, few {one_token.FEW}", out.output)
+            CALLS.forget()
             if out.states is not None:
                 counts = torch.tensor([2, 1, 3], device="cuda")
                 kda_block_commit(out.states, *(tokens[n] for n in "qkv"), counts, state=state, slots=slots)
