@@ -120,8 +120,10 @@ def _of_other_layers(
 
         def mix(n: int) -> None:
             attn_res_mix(rows[:n], queries[0], config.rms_norm_eps)
-            parts = attn_res_bank(rows[:n], queries, config.rms_norm_eps)
-            attn_res_merge(parts, 0, rows[0], queries[0], config.rms_norm_eps)
+            first = [row[:, :1] for row in rows[:n]]
+            parts = attn_res_bank(first, queries, config.rms_norm_eps)
+            for i in (0, 1):  # of one token the second query's numbers are not aligned
+                attn_res_merge(parts, i, first[0], queries[i], config.rms_norm_eps)
 
         for n in range(1, most + 1):
             steps.append((f"Attention Residuals, {n} sources", partial(mix, n)))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["H", "splits"])
+@triton.jit(do_not_specialize=["S", "H", "splits"])
 def part_kernel(
     q_p, latent_p, lengths_p, o_p, m_p, l_p, stride_n, stride_s, S, H, splits, scale,
     RANK: tl.constexpr, SHARED: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,

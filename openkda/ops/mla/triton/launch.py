@@ -30,8 +30,8 @@ def attend(queries: Tensor, latent: Tensor, lengths: Tensor | None, scale: float
     wide = padded(rank)
     constants = (rank, R - rank, HEADS, keys, wide, padded(R - rank), lengths is not None)
     tensors = (queries.contiguous(), latent, None if lengths is None else lengths.contiguous(), o, m, total)
-    steps = (latent.stride(0), latent.stride(1), S)
-    launch(part_kernel, N * blocks * splits, tensors, steps, (H, splits, scale * LOG2E), constants, 4, queries.device)
+    steps, numbers = (latent.stride(0), latent.stride(1)), (S, H, splits, scale * LOG2E)
+    launch(part_kernel, N * blocks * splits, tensors, steps, numbers, constants, 4, queries.device)
     launch(sum_kernel, N * H, (o, m, total, out), (), (H, splits), (rank, wide, MOST), 4, queries.device)
     return out
 
