@@ -27,8 +27,14 @@ _WIDE = dict(zip(_NAMES, (6e-3, 6e-3, 6e-3, 6e-3, 1.2e-2, 1.2e-2, 6e-3, 6e-3), s
 _EXACT = dict(zip(_NAMES, (2e-5, 2e-5, 2e-5, 2e-5, 1e-4, 1e-4, 5e-4, 2e-4), strict=True))
 
 
-def limits(dtype: torch.dtype) -> dict[str, float]:
-    return _EXACT if dtype == F32 else _WIDE
+_NEAR = {"dA_log": 1.2e-2, "ddt_bias": 1.2e-2}
+"""Keys of one direction in 16 bits: what their rounding (2^-12 of kd and ke) leaves in a chunk's sum is common to the gates of
+its 64 tokens. 96 heads of 512 tokens 3.2e-3 at worst; one head of 246 tokens that hardly forget, whose dt_bias has 7e-4 of
+dq's size, 6.4e-3 in float16 on an H200. `triton_exact` holds the limits of float32."""
+
+
+def limits(dtype: torch.dtype, near_equal: bool = False) -> dict[str, float]:
+    return _EXACT if dtype == F32 else _WIDE | (_NEAR if near_equal else {})
 
 
 def reference(x: KDAInputs, **options: Any) -> dict[str, Tensor]:
@@ -71,15 +77,15 @@ def check_gradients(
     )
 
 
-def hold(name: str, x: KDAInputs, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def hold(name: str, x: KDAInputs, got: dict[str, Tensor], want: dict[str, Tensor], near_equal: bool = False) -> None:
     """The limits of x's dtype, one head's chance included."""
-    check_gradients(name, got, want, limits(x.q.dtype), None if x.q.dtype == F32 else spread(x, want))
+    check_gradients(name, got, want, limits(x.q.dtype, near_equal), None if x.q.dtype == F32 else spread(x, want))
 
 
 def check_case(case: KDACase, device: str, dtype: torch.dtype, impl: str = "triton") -> None:
     x = case.inputs().to(dtype=dtype, device=device)
     got, want = gradients(x, impl=impl), reference(x)
-    hold(case.id, x, got, want)
+    hold(case.id, x, got, want, case.keys == "near_equal")
     for n, t in x.tensors().items():
         assert got[f"d{n}"].dtype == t.dtype and got[f"d{n}"].shape == t.shape, n
 
@@ -190,6 +196,16 @@ def check_extreme_gates(device: str, dtype: torch.dtype, T: int = 70) -> None:
             )
 
 
+def check_write_strengths(device: str, dtype: torch.dtype, T: int = 70) -> None:
+    """beta in [-0.25, 1.25], and 0 or next to nothing at some tokens: the walks divide by it. Nobody checks values unasked."""
+    for gate in ("bounded", None):
+        x = make_inputs(15, T=T, H=1, HV=2, K=16, gate=gate)
+        x.beta = 1.5 * x.beta - 0.25
+        x.beta[:, 1::5], x.beta[:, 2::5] = 0, 1e-20
+        x = x.to(dtype=dtype, device=device)
+        hold(f"strengths beyond [0, 1], gate {gate}", x, gradients(x, impl="triton"), reference(x))
+
+
 FUTURES = (("g", 20.0), ("g", -20.0), ("v", 100.0), ("k", 3.0), ("beta", 5.0))
 ABSURD = (("v", 1e30),)  # float16 has no such number
 
@@ -264,7 +280,7 @@ def check_key_lengths(device: str, dtype: torch.dtype, T: int = 70) -> None:
         x.q, x.k, x.v, x.beta = x.q * length[0], x.k * length[1], x.v * length[1], x.beta / length[1, ..., 0] ** 2
         x.do = x.do / length[0]
         x = x.to(dtype=dtype, device=device)
-        hold(f"near-equal {near}", x, gradients(x, impl="triton"), reference(x))
+        hold(f"near-equal {near}", x, gradients(x, impl="triton"), reference(x), near)
 
 
 def check_repeats(device: str, dtype: torch.dtype, **sizes: Any) -> None:

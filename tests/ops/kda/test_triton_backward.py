@@ -33,7 +33,7 @@ def test_case(i: int, dtype: torch.dtype) -> None:
     [
         checks.check_packs, checks.check_strided_offsets, checks.check_upstream, checks.check_one_end,
         checks.check_extreme_gates, checks.check_future, checks.check_positions, checks.check_key_lengths,
-        checks.check_refusals,
+        checks.check_write_strengths, checks.check_refusals,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

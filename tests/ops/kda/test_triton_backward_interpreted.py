@@ -46,6 +46,7 @@ if INTERPRETED:
         [
             checks.check_packs, checks.check_strided_offsets, checks.check_upstream, partial(checks.check_one_end, T=9),
             partial(checks.check_extreme_gates, T=9), partial(checks.check_positions, T=9),
+            partial(checks.check_write_strengths, T=20),
             checks.check_refusals,
         ],
         ids=lambda f: getattr(f, "func", f).__name__,
