@@ -25,19 +25,31 @@ CASES: dict[str, dict[str, Any]] = {
     "one chunk": {"T": 64},
     "partial chunk, batch": {"T": 150, "B": 2},
     "64 key channels": {"T": 70, "BK": 64},
+    "beta of either sign": {"T": 70, "sigmoid": False},
     "pack with empty and partial members": {"T": 130, "cu": [0, 5, 5, 75, 130]},
 }
 LIMITS = {"dv": 2e-3} | dict.fromkeys(("both", "dbeta", "qdq", "kdk"), 1e-5)  # others: float16's own rounding, 2.1e-4
 
 
-def make(T: int, B: int = 1, HV: int = 2, BK: int = 128, cu: list[int] | None = None) -> SimpleNamespace:
+def make(
+    T: int, B: int = 1, HV: int = 2, BK: int = 128, cu: list[int] | None = None, sigmoid: bool = True
+) -> SimpleNamespace:
     gen = torch.Generator().manual_seed(0)
     rand = lambda *shape: torch.randn(shape, generator=gen)  # noqa: E731
     power = lambda *shape: torch.exp2(torch.randint(-6, 7, shape, generator=gen).float())  # noqa: E731
     nan = lambda *shape, dtype=torch.float32: torch.full(shape, float("nan"), dtype=dtype)  # noqa: E731
     slots, tiles = (B * -(-T // c) if cu is None else T // c + len(cu) - 1 for c in (64, 16))
     x = SimpleNamespace(
-        T=T, B=B, HV=HV, BK=BK, cu=cu, slots=slots, tiles=tiles, N=B if cu is None else len(cu) - 1, scale=0.3
+        sigmoid=sigmoid,
+        T=T,
+        B=B,
+        HV=HV,
+        BK=BK,
+        cu=cu,
+        slots=slots,
+        tiles=tiles,
+        N=B if cu is None else len(cu) - 1,
+        scale=0.3,
     )
     x.v, x.o, x.beta = rand(B, T, HV, 128).bfloat16(), rand(B, T, HV, 128).bfloat16(), rand(B, T, HV).bfloat16()
     x.do = (rand(B, T, HV, 128) * power(B, T, HV, 1)).bfloat16()
@@ -57,7 +69,7 @@ def launches(x: SimpleNamespace) -> list[tuple[str, int, tuple[Any, ...], tuple[
     shared = {"HV": x.HV, "BK": x.BK, "PACKED": cu is not None}
     states = (cu, x.do, x.u, x.dd, x.s, x.ds, x.u_unit, x.dd_unit, x.s_unit, x.ds_unit, x.wide, x.both, x.unit)
     pairs = (x.v, x.beta, cu, x.o, x.do, x.u, x.dd, x.u_unit, x.dd_unit, x.dv, x.d, x.unit, x.dbeta, x.rows)
-    numbers, beta = (*v, *x.beta.stride(), *do, x.B, *sizes), {"SIGMOID": True, "FLOOR": 1e-12}
+    numbers, beta = (*v, *x.beta.stride(), *do, x.B, *sizes), {"SIGMOID": x.sigmoid, "FLOOR": 1e-12}
     return [
         ("states_kernel", x.BK // 64 * x.slots * x.HV, states, (*do, *sizes), shared),
         ("pairs_kernel", x.slots * x.HV, pairs, numbers, shared | beta),
@@ -94,10 +106,14 @@ def errors(x: SimpleNamespace) -> dict[str, float]:
             add("dA", d[1, :n, :n] * unit[0, 0], -(D @ U.T).tril(-1))
             for i, want in enumerate((x.scale * do @ S, -D @ S, U @ dS)):
                 add(("d(qd)", "d(kd)", "d(ke)")[i], wide[i, :n] * halves(unit[:, i + 1]), want)
-            beta, along = torch.sigmoid(x.beta[b, s:e, h].double()), (D * U).sum(1)
+            beta, along = x.beta[b, s:e, h].double(), (D * U).sum(1)
+            slope = torch.ones_like(beta)
+            if x.sigmoid:
+                beta = torch.sigmoid(beta)
+                slope = beta * (1.0 - beta)
             add("both", x.both[h, slot], (S * dS).sum(0))
             add("dv", x.dv[b, s:e, h], D)
-            add("dbeta", x.dbeta[b, s:e, h], along / beta * (1.0 - beta))
+            add("dbeta", x.dbeta[b, s:e, h], along / beta**2 * slope)
             add("qdq", x.rows[0, b, s:e, h], (do * x.o[b, s:e, h].double()).sum(1))
             add("kdk", x.rows[1, b, s:e, h], 2.0 * along / beta - (D * x.v[b, s:e, h].double()).sum(1))
     return {name: float((a / b).sqrt()) for name, (a, b) in sums.items()}
