@@ -30,6 +30,9 @@ L2NORM_EPS = 1e-6
 IMPLEMENTATIONS = ("triton", "reference")
 """In order of preference. Each is a module of this folder with `refusals(x)`, `rms_norm` and `gated_rms_norm`."""
 
+LONGEST = 1e10
+"""Up to this length of a row float32 holds its squares and, for the gradient, the cube of its inverse length."""
+
 CALLS = Repeated()
 _WIDE = (torch.float32, torch.float64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -87,10 +90,16 @@ def gated_rms_norm(
 
 
 def l2norm(x: Float[Tensor, "... K"]) -> Float[Tensor, "... K"]:
-    """x / sqrt(sum(x^2) + 1e-6) over the last axis, float32 inside, in x.dtype. Finite gradient at x = 0."""
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis, float32 inside, in x.dtype. Finite gradient at x = 0; rows so long that
+    their squares overflow (1.8e19 in float32) are divided by their largest value first, as `kda` does."""
     _check_float("x", x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(x.dtype)
+    if not x.dim() or not x.shape[-1]:
+        return x.clone() if x.dim() else l2norm(x.view(1)).view(())
+    largest = wide.detach().abs().amax(-1, keepdim=True)
+    unit = torch.where(largest > LONGEST, largest, 1.0)
+    wide = wide / unit
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS / unit / unit)).to(x.dtype)
 
 
 def _check_float(name: str, t: Tensor) -> None:

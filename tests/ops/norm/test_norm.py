@@ -9,7 +9,7 @@ from jaxtyping import jaxtyped
 from torch import Tensor
 
 from openkda.ops.norm import api
-from openkda.testing.compare import rel
+from openkda.testing.compare import check_close, rel
 
 rms_norm, gated_rms_norm, l2norm = (
     jaxtyped(typechecker=beartype)(f) for f in (api.rms_norm, api.gated_rms_norm, api.l2norm)
@@ -66,6 +66,21 @@ def test_gradient_of_l2norm_at_zero_and_tiny_rows_is_bounded() -> None:
         assert (
             x.grad.norm(dim=-1).max() <= 4.0 * (1 + 1e-6) / api.L2NORM_EPS**0.5
         )  # norm of the upstream gradient / sqrt(eps)
+
+
+@pytest.mark.parametrize("size", [1e9, 1e17, 1e20, 1e38])
+def test_l2norm_of_huge_rows(size: float) -> None:
+    """Their squares are no float32: once such rows came out as zeros. The rows beside them keep their bits."""
+    base, up = rand(4, 16).float(), rand(4, 16, seed=1).float()
+    x = base.clone()
+    x[1] *= size / x[1].abs().max()
+    narrow, wide = x.requires_grad_(), x.detach().double().requires_grad_()
+    got, want = l2norm(narrow), l2norm(wide)
+    check_close("rows", got, want, 1e-6)
+    assert torch.equal(got[[0, 2, 3]], l2norm(base)[[0, 2, 3]])
+    a, b = (torch.autograd.grad(y, t, up.to(y.dtype))[0] for y, t in ((got, narrow), (want, wide)))
+    check_close("gradient", a[1] * size, b[1] * size, 1e-5)
+    check_close("gradients", a[[0, 2, 3]], b[[0, 2, 3]], 1e-5)
 
 
 def test_gate_gradient_sees_the_gate() -> None:
