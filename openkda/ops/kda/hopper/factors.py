@@ -27,8 +27,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import PropagateNan
 
 LOG2E = gl.constexpr(1.4426950408889634)
+ALL_NAN = gl.constexpr(PropagateNan.ALL)  # a plain minimum returns the other operand
 W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
 WR = gl.constexpr(16)  # narrower where the 64 score accumulators are live
 
@@ -137,6 +139,12 @@ def _rsqrt(x):
     return gl.inline_asm_elementwise(
         "rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )  # fmt: skip
+
+
+@gluon.jit
+def _rate(a_log):
+    """exp(A_log), at most 2^115: infinity times a raw gate of 0, or minus another infinity, would be NaN."""
+    return gl.exp2(gl.minimum(a_log * LOG2E, 115.0, propagate_nan=ALL_NAN))
 
 
 @gluon.jit

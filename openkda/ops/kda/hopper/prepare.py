@@ -29,6 +29,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _load_beta,
     _masked,
     _merge_tiles,
+    _rate,
     _rcp,
     _rescale_columns,
     _rsqrt,
@@ -113,7 +114,7 @@ def _prepare_chunk(
     tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], full.index(1), q_s)
     tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], full.index(1), k_s)
     chan = gl.arange(0, 128, layout=F1)
-    c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
+    c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
     c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
     beta = _load_beta(beta_ptr, row0, n, hv, HV)
     b_s.store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
