@@ -63,8 +63,7 @@ def main() -> None:
         weights = BlockWeights(*(draw(H * K, W) for _ in "qkv"), draw(K), 1e-5)
         state = BlockState(draw(rows, H, K, K), *(draw(rows, H * K, W - 1).to(BF16) for _ in "qkv"))
         slots = torch.tensor([2, -1, 0], device="cuda")
-        for T, keep, one_token.FEW in ((1, "last", 768), (1, "last", 0), (5, "last", 768), (3, "all", 768)):
-            one_token.WHOLE_ROWS = True  # both layouts of the one-token kernel
+        for T, keep, one_token.FEW in ((1, "last", 132), (1, "last", 0), (5, "last", 132), (3, "all", 132)):
             tokens = {n: draw(rows, T, H * K).to(BF16) for n in "qkv"}
             tokens |= {n: draw(rows, T, H, K).to(BF16) for n in ("g", "out_gate")}
             out = kda_block(

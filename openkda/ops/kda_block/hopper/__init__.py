@@ -7,19 +7,12 @@ import torch
 from openkda.ops.device.api import is_hopper
 
 HEAD = 128
-FEW = 768
-"""Programs up to which the layout for few of them wins. H200, 96 heads, us in a graph with cold states, it and the portable
-kernel: batch 1 5.92 and 7.89, 8 33.0 and 33.5, 32 117.8 and 111.6, 256 905 and 838."""
-WHOLE_ROWS = False
-"""Whether more programs take the layout for many of them. Otherwise they take the portable kernel."""
+FEW = 132
+"""Programs up to which a warp owns value channels, not keys (see `one.py`): one a processor. H200, 96 heads, us in a graph with
+cold states, this layout, the other one and the portable kernel: batch 1 6.11, 7.27, 8.03; 8 33.1, 31.2, 33.6; 32 117.8, 108.5,
+111.9; 256 905, 823, 840."""
 
 
-def fits(device: torch.device, K: int, V: int, programs: int) -> bool:
-    """Whether the kernel can run there and is the faster one."""
-    return (
-        K == HEAD
-        and V == HEAD
-        and (WHOLE_ROWS or programs <= FEW)
-        and device.type == "cuda"
-        and is_hopper(device.index)
-    )
+def fits(device: torch.device, K: int, V: int) -> bool:
+    """Whether the kernel can run there."""
+    return K == HEAD and V == HEAD and device.type == "cuda" and is_hopper(device.index)

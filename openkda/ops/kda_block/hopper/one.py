@@ -9,7 +9,7 @@ are left where q, k, v and the decay change hands, and where warps add up, once 
 
     few programs    a warp has 16 value channels and all keys: sums over keys are shuffles, the norm's sum crosses warps
     many            a warp has 16 keys and all values: whole rows of 512 bytes, where pieces of 64 cost bandwidth;
-                    sums over keys cross warps, the norm's are shuffles
+                    sums over keys cross warps, the norm's are shuffles; the state is loaded last
 
 Layouts decide all this, and Triton proper chooses its own (29 to 34 barriers, twice the instructions).
 """
@@ -187,7 +187,9 @@ def one_kernel(
         p_qk = gl.where(first, cq0_p + place * cq0n, ck0_p + place * ck0n) + chan * gl.where(first, cq0d, ck0d)
         w_qk = _window(p_qk, gl.where(first, cq0w, ck0w), everywhere, W)
         w_v = _window(cv0_p + place * cv0n + vchan * cv0d, cv0w, first, W)
-        S = gl.load(s0_p + place * s0n + h * s0h + c[:, None] * s0k + x[None, :]).to(gl.float32)
+        p_s = s0_p + place * s0n + h * s0h + c[:, None] * s0k + x[None, :]
+        if not MANY:
+            S = gl.load(p_s).to(gl.float32)
         decay = gl.exp2(log2_decay(vz + dt, rate, bound, GATE))
         if j > 0:
             gl.thread_barrier()
@@ -197,6 +199,8 @@ def one_kernel(
         if j == GROUP - 1:
             _move(p_qk, gl.where(first, cq1w, ck1w), w_qk, qk, everywhere, W)
         _move(cv1_p + place * cv1n + vchan * cv1d, cv1w, w_v, vz, first, W)
+        if MANY:  # behind the convolutions: their loads are not in the way, and other programs fill the wait
+            S = gl.load(p_s).to(gl.float32)
         gl.thread_barrier()
         q = qk_s.slice(0, 128).load(ROWS)
         k = qk_s.slice(128, 128).load(ROWS)

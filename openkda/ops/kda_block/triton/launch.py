@@ -35,7 +35,7 @@ def _launch(
     q, k, v, g, og = (unit_stride(x) for x in (q, k, v, g, og))
     old, new = ((unit_stride(x[0]), *x[1:]) for x in (old, new))
     tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots)
-    if N and T == 1 and states is None and hopper.fits(y.device, K, V, N * H):
+    if N and T == 1 and states is None and hopper.fits(y.device, K, V):
         from openkda.ops.kda_block.hopper.launch import launch_one
 
         launch_one(tensors, old, new, (bound, EPS, norm_eps, scale), gate, H)
