@@ -17,7 +17,8 @@ SMS = 132
 @pytest.mark.parametrize(
     "tokens, sequences, heads, packed, schedule",
     [(8192, 1, 96, False, "two_pass"), (8192, 8, 96, True, "fused"), (8192, 6, 96, True, "fused"),
-     (8192, 8, 64, True, "fused"), (8192, 1, 64, False, "two_pass"), (8192, 1, 32, False, "two_pass"),
+     (8192, 8, 64, True, "fused"), (8192, 8, 32, True, "fused"), (8192, 8, 12, True, "two_pass"),
+     (8192, 1, 64, False, "two_pass"), (8192, 1, 32, False, "two_pass"),
      (32768, 1, 32, False, "two_pass"), (8192, 1, 24, False, "two_pass"), (65536, 1, 16, False, ("segments", 8)),
      (65536, 1, 12, False, ("segments", 11)), (8192, 1, 12, False, ("segments", 5)), (4096, 1, 12, False, ("segments", 5))],
 )  # fmt: skip

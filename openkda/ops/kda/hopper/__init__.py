@@ -2,7 +2,7 @@
 
 Three schedules over the same chunk algebra (factors.py); schedule.py chooses from the sizes alone:
 
-    fused      one kernel: a warpgroup builds factors while two carry the state            no workspace
+    fused      one kernel: two warpgroups build factors while two carry the state          no workspace; packs, batches
     two_pass   factors of every chunk in parallel, then the scan                           60 KB a chunk and head
     segments   the scan itself in parallel over segments, exact: transitions are merged    few heads, one long sequence
 

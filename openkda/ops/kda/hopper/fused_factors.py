@@ -44,7 +44,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
 )
 
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
-FETCH_AT = gl.constexpr(2)  # of four slices of gates: measured best of 1, 2, 3 and after them
+FETCH_AT = gl.constexpr(2)  # before this slice of gates; the best of 1, 2, 3 when all were measured
 LBS = gl.constexpr(_sum_operand(32))
 LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
@@ -162,10 +162,10 @@ def gate_partition(
             left = gl.where(last, length_n, n - 64)
             kc = k_s.index(st)
             gc = g_s.index(st)
-            b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
-            beta = _load_beta(beta_ptr, row, left, head, HV)
             mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)
             mbarrier.wait(qk_full.index(st), phase)
+            b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
+            beta = _load_beta(beta_ptr, row, left, head, HV)
             if n < 64:
                 _clean(kc, n, 0.0)
                 fence_async_shared()
