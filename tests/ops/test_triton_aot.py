@@ -335,13 +335,18 @@ UNEVEN: dict[str, Callable[[], list[Launch]]] = {
 """K and V of different blocks: names that hold vectors of both widths do not compile, and the interpreter does not mind."""
 
 
+LIMITED_SPILLS = 32
+"""Instructions, of a kernel that was given a limit of registers because more programs on a processor outweigh them: `prepare`
+at 168 has 10 to 26 and takes 0.91 ms where 211 registers and none take 0.99 (openkda/ops/kda/triton/launch.py)."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_hopper_compiles_without_spills(name: str) -> None:
     for launch in CASES[name]():
         report = compiled(launch, 90)
         where = f"{launch.kernel.__name__} {launch.options}: {report}"
-        assert report.spills == 0, where
+        assert report.spills <= (LIMITED_SPILLS if "maxnreg" in launch.options else 0), where
         assert report.registers <= 255 and report.shared <= SHARED[90], where
 
 
