@@ -115,9 +115,13 @@ def find_sequence(slot, cu, N, C: tl.constexpr):
 
 @triton.jit
 def round_mantissa(x, PRECISION: tl.constexpr):
-    """For "tf32" x rounded to ten mantissa bits (the tensor core would cut the others off); else x."""
+    """For "tf32" x rounded to ten mantissa bits (the tensor core would cut the others off); else x.
+
+    NaN is left alone: a GPU makes it of ones alone (0x7fffffff), and the rounding's carry would turn that into -0.
+    """
     if PRECISION == "tf32":
-        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)
     return x
 
 

@@ -14,11 +14,14 @@ F32 = torch.float32
 
 if INTERPRETED:
     patch_interpreter()
+    import triton
+    import triton.language as tl
     import triton_checks as checks
 
     from openkda.ops.kda.api import kda
     from openkda.ops.norm.api import gated_rms_norm, rms_norm
     from openkda.ops.short_conv.api import short_conv_step, short_convs
+    from openkda.ops.triton.api import round_mantissa
     from openkda.testing.cases import kda_cases
     from openkda.testing.inputs import make_inputs
 
@@ -33,6 +36,20 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 if INTERPRETED:
+
+    @triton.jit
+    def round_all(x_p, o_p):
+        i = tl.arange(0, 8)
+        tl.store(o_p + i, round_mantissa(tl.load(x_p + i), "tf32"))
+
+    def test_rounding_keeps_what_is_no_number() -> None:
+        """0x7fffffff is the NaN that a GPU makes; adding half a unit to it once gave -0, and a lost model a finite loss."""
+        bits = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, -0x800000, 0x3F800FFF, 0x3F801000]
+        x = torch.tensor(bits, dtype=torch.int32).view(F32)
+        out = torch.empty_like(x)
+        round_all[(1,)](x, out)
+        assert out.isnan().tolist() == x.isnan().tolist() == 4 * [True] + 4 * [False]
+        assert out[4:].tolist() == [float("inf"), -float("inf"), 1.0, 1.0 + 2**-10]
 
     @pytest.mark.parametrize("case", CASES + PACKS, ids=lambda c: c.id)
     def test_case(case: Any) -> None:

@@ -84,8 +84,8 @@ def _and(x, m):
 
 @gluon.jit
 def _tf32(x):
-    """x rounded to ten mantissa bits (the tensor core would cut the others off)."""
-    return ((x.to(gl.int32, bitcast=True) + 0x1000) & -0x2000).to(gl.float32, bitcast=True)
+    """x rounded to ten mantissa bits (the tensor core would cut the others off); NaN stays, see `round_mantissa`."""
+    return gl.where(x == x, ((x.to(gl.int32, bitcast=True) + 0x1000) & -0x2000).to(gl.float32, bitcast=True), x)
 
 
 @gluon.jit
