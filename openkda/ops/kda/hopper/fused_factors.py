@@ -31,6 +31,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _half_view,
     _load_beta,
     _masked,
+    _rate,
     _rcp,
     _rescale_columns,
     _rows,
@@ -151,7 +152,7 @@ def gate_partition(
         hv_n = field(entry, 1)
         row_n = field(entry, 2)
         length_n = field(entry, 3)
-        c1 = -gl.exp(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
+        c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
         c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
         chunks = (length + 63) // 64
         for c in range(chunks):
