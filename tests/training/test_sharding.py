@@ -74,6 +74,7 @@ def worker(rank: int, store: str, results: str) -> None:
         found[name] = (total / 2, kept, seen, sharded, full)
     if rank == 0:
         torch.save(found, results)
+    dist.barrier()  # a process that leaves while the other still writes was once aborted by gloo (SIGABRT, busy machine)
     dist.destroy_process_group()
 
 
