@@ -16,7 +16,7 @@ from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
 
 if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
-from openkda.ops.kda.hopper import gradient_tiles, gradients
+from openkda.ops.kda.hopper import gradient_tiles, gradients, instructions
 
 CASES: dict[str, dict[str, Any]] = {
     "one chunk": {"T": 64},
@@ -39,7 +39,7 @@ LIMITS = {"dq": 2.5e-3, "dk": 2.5e-3, "dz": 4e-3, "ddt": 4e-3, "dA_log": 6e-3}  
 @pytest.mark.parametrize("name", CASES)
 def test_source_on_a_cpu(name: str) -> None:
     stage = make(**CASES[name])
-    kernel = gluon_on_cpu.load(gradient_tiles, gradients)["gradients_kernel"]
+    kernel = gluon_on_cpu.load(instructions, gradient_tiles, gradients)["gradients_kernel"]
     gluon_on_cpu.run(kernel, stage.programs, stage.tensors, stage.numbers, stage.constants)
     found = stage.errors()
     assert all(found[n] <= LIMITS[n] for n in found), found

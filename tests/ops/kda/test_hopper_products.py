@@ -18,7 +18,7 @@ from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
 
 if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
-from openkda.ops.kda.hopper import gradient_tiles, products
+from openkda.ops.kda.hopper import gradient_tiles, instructions, products
 from openkda.ops.kda.hopper.backward import REGISTERS
 
 CASES: dict[str, dict[str, Any]] = {
@@ -126,7 +126,7 @@ def check(x: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_source_on_a_cpu(name: str) -> None:
-    x, kernels = make(**CASES[name]), gluon_on_cpu.load(gradient_tiles, products)
+    x, kernels = make(**CASES[name]), gluon_on_cpu.load(instructions, gradient_tiles, products)
     for kernel, programs, tensors, numbers, constants in launches(x):
         gluon_on_cpu.run(kernels[kernel], programs, tensors, numbers, constants)
     check(x)

@@ -27,10 +27,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import PropagateNan
 
-LOG2E = gl.constexpr(1.4426950408889634)
-ALL_NAN = gl.constexpr(PropagateNan.ALL)  # a plain minimum returns the other operand
+from openkda.ops.kda.hopper.instructions import _ex2, _ex2_neg, _rcp
+
 W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
 WR = gl.constexpr(16)  # narrower where the 64 score accumulators are live
 
@@ -110,41 +109,6 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(count):
         mbarrier.init(b.index(i), count=arrivals)
     return b
-
-
-@gluon.jit
-def _ex2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _ex2_neg(x):
-    """2^-x; written as x's negation outside, it costs an instruction an element."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _rcp(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _rsqrt(x):
-    return gl.inline_asm_elementwise(
-        "rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _rate(a_log):
-    """exp(A_log), at most 2^115: infinity times a raw gate of 0, or minus another infinity, would be NaN."""
-    return gl.exp2(gl.minimum(a_log * LOG2E, 115.0, propagate_nan=ALL_NAN))
 
 
 @gluon.jit

@@ -15,27 +15,22 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from openkda.ops.kda.hopper.chains import announce, chain, field, receive
-from openkda.ops.kda.hopper.factors import (  # fmt: skip
+from openkda.ops.kda.hopper.factors import (
     B3H,
     F1,
     FLAT1,
     FLAT2,
     FLAT3,
     FR,
-    LOG2E,
     M3,
     S64,
     _clean,
-    _ex2,
     _flat,
     _half_view,
     _load_beta,
     _masked,
-    _rate,
-    _rcp,
     _rescale_columns,
     _rows,
-    _rsqrt,
     _scores,
     _square_norm,
     _store_m,
@@ -43,6 +38,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _tile_factors,
     _tri,
 )
+from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt
 
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
 FETCH_AT = gl.constexpr(2)  # before this slice of gates; the best of 1, 2, 3 when all were measured

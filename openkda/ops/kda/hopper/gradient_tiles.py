@@ -10,13 +10,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.core import PropagateNan
 
-LOG2E = gl.constexpr(1.4426950408889634)
+from openkda.ops.kda.hopper.instructions import ALL_NAN, LOG2E, _ex2, _ex2_neg, _ex2_neg_abs, _lg2, _rcp
+
 LN2 = gl.constexpr(0.6931471805599453)
 FORGOTTEN = gl.constexpr(-57.7)
 NEARLY = gl.constexpr(-57.68)
-ALL_NAN = gl.constexpr(PropagateNan.ALL)  # a plain maximum returns the other operand
 BOUNDED = gl.constexpr(2)
 SOFTPLUS = gl.constexpr(1)
 CH = gl.constexpr(64)
@@ -34,44 +33,6 @@ TABLE = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 S128 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 S32 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
 S1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _ex2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _ex2_neg(x):
-    """2^-x; written as x's negation outside, it costs an instruction an element."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _ex2_neg_abs(x):
-    """2^-|x|."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=gl.float32,
-        is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _rcp(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _lg2(x):
-    return gl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
 
 
 @gluon.jit

@@ -21,14 +21,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from openkda.ops.kda.hopper.gradient_tiles import (  # fmt: skip
-    ALL_NAN,
+from openkda.ops.kda.hopper.gradient_tiles import (
     B16,
     B32,
     BOUNDED,
     CHAN,
     FLAT,
-    LOG2E,
     MM,
     S1,
     S32,
@@ -38,8 +36,6 @@ from openkda.ops.kda.hopper.gradient_tiles import (  # fmt: skip
     _a32,
     _across,
     _back,
-    _ex2,
-    _ex2_neg,
     _fetch,
     _fetch_scores,
     _folded,
@@ -57,6 +53,7 @@ from openkda.ops.kda.hopper.gradient_tiles import (  # fmt: skip
     _tiles,
     _write,
 )
+from openkda.ops.kda.hopper.instructions import _ex2, _ex2_neg, _rate
 
 
 @gluon.jit
@@ -291,7 +288,7 @@ def gradients_kernel(
         own_s.store(gl.load(d_p + block * 8192 + t64 * 65).to(gl.float32))
     rate = 1.0
     if HAS_A:
-        rate = gl.exp2(gl.minimum(gl.load(A_log_p + h).to(gl.float32) * LOG2E, 115.0, propagate_nan=ALL_NAN))
+        rate = _rate(gl.load(A_log_p + h).to(gl.float32))
     dt_bias = gl.zeros([64], gl.float32, CHAN)
     if HAS_DT:
         dt_bias = gl.load(dt_bias_p + h * K + chan, m_c, other=0.0)

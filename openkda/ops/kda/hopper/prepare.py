@@ -13,26 +13,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
-from openkda.ops.kda.hopper.factors import (  # fmt: skip
+from openkda.ops.kda.hopper.factors import (
     F1,
     FLAT1,
     FLAT2,
     FLAT3,
     FR,
-    LOG2E,
     S64,
     _clean,
     _columns,
-    _ex2,
     _gates,
     _invert_tiles,
     _load_beta,
     _masked,
     _merge_tiles,
-    _rate,
-    _rcp,
     _rescale_columns,
-    _rsqrt,
     _scores,
     _square_norm,
     _store_m,
@@ -40,6 +35,7 @@ from openkda.ops.kda.hopper.factors import (  # fmt: skip
     _tile_factors,
     barriers,
 )
+from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt
 
 
 @gluon.jit

@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from openkda.ops.kda.hopper.gradient_tiles import A16, B16, LOG2E, MM, ROWS, S128, _a16, _ex2, _place, _wide
+from openkda.ops.kda.hopper.gradient_tiles import A16, B16, MM, ROWS, S128, _a16, _place, _wide
+from openkda.ops.kda.hopper.instructions import LOG2E, _ex2
 
 CHAN0 = gl.constexpr(gl.SliceLayout(0, MM.value))
 TOK1 = gl.constexpr(gl.SliceLayout(1, MM.value))
