@@ -7,7 +7,8 @@
 The first is what training does by itself on a GPU: bfloat16 autocast, the kernels. The second is `impl="chunkwise"` in float32,
 whose 18,000 torch calls a step take a GPU as long as a CPU. Both must read the same files (`--data`): the standard library
 differs between Pythons.
-Reported: the mean training loss of the last tenth of the steps, and the loss on held-out text.
+Reported: the mean training loss of the last tenth of the steps, and the loss on held-out text. With `--keep FOLDER` the run
+stays there, and the same command goes on with it where it was stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import dataclasses
 import json
 import platform
 import tempfile
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -30,37 +31,39 @@ from openkda import __version__
 from openkda.lab.demo import demo_options
 from openkda.layers.kda import KimiDeltaAttention
 from openkda.training.progress import Progress, StepReport
-from openkda.training.train import train
+from openkda.training.train import resume, train
 
 GOAL = 0.005
 
 
 class Losses(Progress):
-    def __init__(self) -> None:
-        self.all: list[float] = []
-
     def step(self, report: StepReport) -> None:
-        self.all.append(report.loss)
         if report.step % 100 == 0:
             print(f"step {report.step}: {report.loss:.4f}, {report.seconds:.0f} s", flush=True)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    losses = Losses()
-    with tempfile.TemporaryDirectory() as folder:
-        options = demo_options(Path(folder) / "run", seconds=0.0, steps=args.steps, quick=False, seed=0)
-        options = dataclasses.replace(
-            options, data=(args.data,), device=args.device, dtype=args.run, batch_size=args.batch, val_every=10**9,
-            val_tokens=1 << 17, log_every=10**9,
-        )  # fmt: skip
-        plain = partial(KimiDeltaAttention, impl="chunkwise")
-        with mock.patch("openkda.models.hybrid.KimiDeltaAttention", plain) if args.run == "float32" else nullcontext():
-            result = train(options, progress=losses)
+    plain = partial(KimiDeltaAttention, impl="chunkwise")
+    with ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.run == "float32":
+            stack.enter_context(mock.patch("openkda.models.hybrid.KimiDeltaAttention", plain))
+        if (folder / "run" / "last").exists():
+            result = resume(folder / "run", progress=Losses())
+        else:
+            options = demo_options(folder / "run", seconds=0.0, steps=args.steps, quick=False, seed=0)
+            options = dataclasses.replace(
+                options, data=(args.data,), device=args.device, dtype=args.run, batch_size=args.batch, val_every=10**9,
+                val_tokens=1 << 17, log_every=1, checkpoint_every=250, keep=1,
+            )  # fmt: skip
+            result = train(options, progress=Losses())
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     about = {"device": device, "torch": torch.__version__, "openkda": __version__}
     return {
         "name": f"{args.run}, {'kernels' if args.run == 'bfloat16' else 'chunk form'}, {args.device}", "about": about,
-        "bytes a step": 128 * args.batch, "losses": losses.all, "held out": result.val_loss, "seconds": result.seconds,
+        "bytes a step": 128 * args.batch, "losses": [line["loss"] for line in lines if "loss" in line],
+        "held out": result.val_loss, "seconds": result.seconds,
     }  # fmt: skip
 
 
@@ -124,6 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=8, help="windows of 128 bytes a step")
     parser.add_argument("--save", type=Path, help="file for the numbers of --run")
+    parser.add_argument("--keep", type=Path, help="folder in which the run stays, to go on with")
     parser.add_argument("--compare", type=Path, nargs=2, help="two files that --save wrote")
     parser.add_argument("--out", type=Path, help="folder for train-precision.json and .png; default: print only")
     args = parser.parse_args()
