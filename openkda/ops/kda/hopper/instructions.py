@@ -57,5 +57,8 @@ def _rsqrt(x):
 
 @gluon.jit
 def _rate(a_log):
-    """exp(A_log), at most 2^115: infinity times a raw gate of 0, or minus another infinity, would be NaN."""
-    return gl.exp2(gl.minimum(a_log * LOG2E, 115.0, propagate_nan=ALL_NAN))
+    """exp(A_log) within 2^-115 and 2^115: infinity times a raw gate of 0, or minus another infinity, would be NaN, and the
+    -3e38 that stands for "past the end" must stay far below 0 as a sigmoid's argument. To a finite raw gate of less than
+    2^100 the lower bound is as good as 0."""
+    low = gl.maximum(a_log * LOG2E, -115.0, propagate_nan=ALL_NAN)
+    return gl.exp2(gl.minimum(low, 115.0, propagate_nan=ALL_NAN))
