@@ -40,8 +40,15 @@ def train(
     context: typer.Context,
     data: Data = [],  # noqa: B006 (typer copies it)
     preset: Annotated[str, typer.Option(help="A preset's name, or a config.json.")] = "demo",
-    out: Annotated[Path | None, typer.Option(help="Directory of the run. Default: runs/PRESET.")] = None,
-    tokenizer: Annotated[str, typer.Option(help="bytes, or a tokenizers JSON or tiktoken file.")] = "bytes",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the run. Default: runs/PRESET or CHECKPOINT-tuned.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes (default), or a tokenizers JSON or tiktoken file.", show_default=False)
+    ] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Begin with this checkpoint: config, weights and tokenizer; step 0.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     val_data: Annotated[list[str], typer.Option(help="Held-out text. Default: 5 % of the files.")] = [],  # noqa: B006
     device: Device = "auto",
@@ -56,11 +63,13 @@ def train(
     if steps is not None:
         settings = [f"steps={steps}", *settings]
     if resume is None:
-        fields: dict[str, Any] = {"preset": preset, "out": out or f"runs/{Path(preset).stem}", "tokenizer": tokenizer}
+        name = Path(preset).stem if init_from is None else f"{init_from.resolve().name}-tuned"
+        fields: dict[str, Any] = {"preset": preset, "init_from": init_from, "tokenizer": tokenizer}
+        fields["out"] = out or f"runs/{name}"
         options = TrainOptions(data=tuple(data), val_data=tuple(val_data), device=device, **fields)
         result = training.train(with_settings(options, settings), progress=console_progress())
     else:
-        fixed = ("data", "val_data", "preset", "out", "tokenizer")
+        fixed = ("data", "val_data", "preset", "init_from", "out", "tokenizer")
         given = [f"--{k.replace('_', '-')}" for k in fixed if context.get_parameter_source(k).name == "COMMANDLINE"]  # type: ignore[union-attr]
         if given:
             raise ValueError(f"--resume takes them from the run: leave out {', '.join(given)}")

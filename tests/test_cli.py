@@ -66,6 +66,15 @@ def test_resume(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "step-4: step 4, validation loss" in capsys.readouterr().out
 
 
+def test_init_from(trained: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of its own, named after what it began with."""
+    monkeypatch.chdir(tmp_path)
+    command = ("train", "--data", text, "--init-from", trained, "--device", "cpu", "--steps", 1)
+    assert run(*command, "--set", "seq_len=24", "batch_size=2", "val_tokens=64") == 0
+    tuned = tmp_path / "runs" / f"{trained.name}-tuned"
+    assert load_checkpoint(tuned / "last").config == load_checkpoint(trained / "last").config
+
+
 def test_eval(trained: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("eval", "--checkpoint", trained, "--data", text / "0.txt", text / "1.txt", "--device", "cpu") == 0
     lines = dict(line.rsplit(maxsplit=1) if "nats" not in line else line.split()[:2] for line in _lines(capsys))
@@ -116,6 +125,14 @@ def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str], what: str) -
         ("train --data TEXT --tokenizer nowhere.json", 1, "received 'nowhere.json'"),
         ("train --data TEXT --device cuda:99", 1, "received 'cuda:99'"),
         ("train --data TEXT --set seq_len=1000000", 1, "expected more than seq_len = 1000000"),
+        (
+            "train --data TEXT --init-from /nowhere",
+            1,
+            "init_from: expected a checkpoint or run directory, received '/nowhere'",
+        ),
+        ("train --data TEXT --init-from RUN --preset tiny", 1, "none beside init_from"),
+        ("train --data TEXT --init-from RUN --set hidden_size=64", 1, "tensors do not fit the settings"),
+        ("train --resume RUN --init-from RUN", 1, "leave out --init-from"),
         ("train --resume /nowhere", 1, "'/nowhere'"),
         ("train --resume TEXT", 1, "expected trainer.json"),
         ("train --resume RUN --data TEXT", 1, "leave out --data"),

@@ -26,7 +26,7 @@ from openkda.layers.parameters import at_least_float32, fill_constant, fill_norm
 from openkda.ops.moe.activation import GLU
 from openkda.ops.moe.api import PackedExperts, Routing, expert_mlp, packed_expert_mlp, route
 from openkda.ops.moe.balance import margin_histogram
-from openkda.ops.mx.api import BLOCK, ScaleRule, pack_mxfp4
+from openkda.ops.mx.api import BLOCK, ScaleRule, pack_mxfp4, unpack_mxfp4
 
 
 class Router(nn.Module):
@@ -214,8 +214,33 @@ def pack_experts(root: nn.Module) -> int:
                 setattr(packed, f"{name}_scale", scale)
             module.experts = packed.train(experts.training)
             count += 1
+    if count:
+        _say_packed(root, True)
+    return count
+
+
+@torch.no_grad()
+def unpack_experts(root: nn.Module) -> int:
+    """The reverse of `pack_experts`: float32 matrices with the values that the codes stand for, which can be trained."""
+    count = 0
+    for module in list(root.modules()):
+        packed = getattr(module, "experts", None)
+        if isinstance(module, SparseMoE) and isinstance(packed, PackedMXFP4Experts):
+            values = {n: unpack_mxfp4(*packed.matrix(n), dtype=torch.float32) for n in ("w1", "w2", "w3")}
+            E, inner, width = values["w1"].shape
+            with torch.device("meta"):
+                experts = Experts(E, width, inner, packed.activation, module.gate.std)
+            for name, value in values.items():
+                setattr(experts, name, nn.Parameter(value))
+            module.experts = experts.train(packed.training)
+            count += 1
+    if count:
+        _say_packed(root, False)
+    return count
+
+
+def _say_packed(root: nn.Module, packed: bool) -> None:
     for module in root.modules():
         config = getattr(module, "config", None)
-        if count and dataclasses.is_dataclass(config) and hasattr(config, "packed_experts"):
-            module.config = dataclasses.replace(config, packed_experts=True)  # type: ignore[type-var, assignment]
-    return count
+        if dataclasses.is_dataclass(config) and hasattr(config, "packed_experts"):
+            module.config = dataclasses.replace(config, packed_experts=packed)  # type: ignore[type-var, assignment]

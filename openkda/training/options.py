@@ -38,8 +38,9 @@ class TrainOptions:
     data: tuple[str, ...]  # files, directories, or "python-stdlib"
     out: str  # directory of the run: step-N/, last, metrics.jsonl, loss.png, data/
     preset: str = "demo"  # a name in PRESETS, or a config.json
-    model: Mapping[str, Any] = field(default_factory=dict)  # ModelConfig fields set on top of the preset
-    tokenizer: str = "bytes"  # or a tokenizers JSON or tiktoken rank file
+    init_from: str | None = None  # a checkpoint or run whose config, weights and tokenizer the run begins with
+    model: Mapping[str, Any] = field(default_factory=dict)  # ModelConfig fields set on top of that
+    tokenizer: str | None = None  # "bytes", a tokenizers JSON or tiktoken rank file; None: init_from's own, else bytes
     val_data: tuple[str, ...] = ()  # held-out text; none: val_fraction of `data`, chosen by a hash of each path
     val_fraction: float = 0.05
 
@@ -79,7 +80,7 @@ class TrainOptions:
             paths = (value,) if isinstance(value, str) else value
             if isinstance(paths, list | tuple):
                 object.__setattr__(self, name, tuple(map(_text, paths)))
-        for name in ("out", "preset", "tokenizer"):
+        for name in ("out", "preset", "tokenizer", "init_from"):
             object.__setattr__(self, name, _text(getattr(self, name)))
         check_types(self, "training options", largest=1 << 63)
         model = {k: tuple(v) if isinstance(v, list) else v for k, v in self.model.items()}  # as JSON gives it back
@@ -149,8 +150,7 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
 
 def model_config(options: TrainOptions, vocab_size: int) -> ModelConfig:
     """The preset with `options.model` on top. The vocabulary is the tokenizer's unless it is set, and never smaller."""
-    base = named_config(options.preset)
-    config = base.replace(**{"vocab_size": vocab_size, **options.model})
+    config = named_config(options.preset).replace(**{"vocab_size": vocab_size, **options.model})
     if config.vocab_size < vocab_size:
         _bad("vocab_size", f"at least {vocab_size}, the tokenizer's", config.vocab_size)
     return config
@@ -224,6 +224,8 @@ def _check(o: TrainOptions) -> None:
     if not 0 <= o.seed < 1 << 63:
         _bad("seed", "0 to 2^63 - 1", o.seed)
     choose_dtype(o.dtype, torch.device("cpu"))
+    if o.init_from is not None and o.preset != "demo":
+        _bad("preset", "none beside init_from, which brings its own config", repr(o.preset))
     if not o.data:
         _bad("data", "at least one path", "none")
     if not o.out:

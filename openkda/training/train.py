@@ -14,9 +14,6 @@ from pathlib import Path
 import torch
 
 from openkda.models.checkpoint import load_checkpoint
-from openkda.models.config import ModelConfig
-from openkda.models.hybrid import HybridLM
-from openkda.models.inspect import count_parameters
 from openkda.models.tokenizer import Tokenizer, load_tokenizer
 from openkda.training.batches import need_tokens
 from openkda.training.corpus import TextFile, find_files, hold_out
@@ -27,12 +24,11 @@ from openkda.training.options import (
     TrainOptions,
     choose_device,
     choose_dtype,
-    model_config,
-    total_memory,
     with_settings,
 )
 from openkda.training.progress import Progress, StepReport
 from openkda.training.run_directory import alone, find_checkpoint, load, new_run
+from openkda.training.start import first_config, first_model, first_tokenizer
 from openkda.training.token_file import TokenFile, write_token_file
 from openkda.training.trainer import Trainer
 
@@ -55,7 +51,7 @@ class TrainResult:
 
 
 def train(options: TrainOptions, *, progress: Progress | None = None) -> TrainResult:
-    """Run `options` from the start.
+    """Run `options` from the start: of a fresh model, or with the weights of `options.init_from`.
 
     Raises ValueError or OSError for anything wrong with them, before anything is written; TrainingDiverged when a loss
     or gradient is not finite; MemoryError when a step does not fit. A run that fails before its first number or
@@ -63,11 +59,11 @@ def train(options: TrainOptions, *, progress: Progress | None = None) -> TrainRe
     """
     progress = progress or Progress()
     device = choose_device(options.device)
-    tokenizer = load_tokenizer(options.tokenizer)
-    config = model_config(options, tokenizer.vocab_size)
+    tokenizer = first_tokenizer(options)
+    config = first_config(options, tokenizer)
     training, held_out = _split(options)
     with new_run(options.out) as out:
-        model = _new_model(config, options, device)
+        model = first_model(config, options, device)
         sides = _write_tokens(out / "data", training, held_out, tokenizer, progress)
         need_tokens(sides[0], options.seq_len + 1, f"training on one window of seq_len = {options.seq_len}")
         need_tokens(sides[1], 2, "validation")
@@ -103,32 +99,6 @@ def resume(path: str | Path, *, settings: Sequence[str] = (), progress: Progress
         progress.note(f"nothing to train: step {trainer.step} of {options.steps}{spent}; raise the limit to go on")
     with alone(checkpoint.parent):
         return _run(trainer, tokenizer, sides[1], progress)
-
-
-def _new_model(config: ModelConfig, options: TrainOptions, device: torch.device) -> HybridLM:
-    """A fresh model on `device`, shown to run: what is missing or refused in it raises here, before any data is read."""
-    parameters = 16 * sum(count_parameters(config).values())  # float32: weights, gradients, two moments at most
-    # Of what a step keeps of each token only what every model has: four rows a layer (one, where layers are computed again),
-    # and its logits, of which a GPU holds a part (openkda/ops/head_loss).
-    tokens = options.batch_size // options.accumulate * options.seq_len
-    rows = (1 if options.recompute else 4) * config.num_hidden_layers
-    batch = 4 * tokens * (config.hidden_size * rows + (config.vocab_size if device.type == "cpu" else 0))
-    there = total_memory(device)
-    if there is not None and parameters + batch > there:
-        raise ValueError(
-            f"memory: expected at most {there / 1e9:.1f} GB on {device}, received {parameters / 1e9:.1f} GB of weights, "
-            f"gradients and optimizer, and at least {batch / 1e9:.1f} GB for {tokens} tokens at a time "
-            "(batch_size * seq_len / accumulate)"
-        )
-    seed = options.seed
-    torch.manual_seed(seed)
-    model = HybridLM(config)
-    model.init_weights(seed)
-    model.to(device)
-    dtype = choose_dtype(options.dtype, device)
-    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        model(torch.zeros(1, 2, dtype=torch.int64, device=device))
-    return model
 
 
 def _split(options: TrainOptions) -> tuple[list[TextFile], list[TextFile]]:

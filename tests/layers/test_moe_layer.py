@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openkda.layers.moe import Experts, PackedMXFP4Experts, SparseMoE, pack_experts
+from openkda.layers.moe import Experts, PackedMXFP4Experts, SparseMoE, pack_experts, unpack_experts
 from openkda.models.config import ModelConfig
 from openkda.models.presets import PRESETS
 from openkda.ops.mx.api import unpack_mxfp4
@@ -136,6 +136,19 @@ def test_packed_experts_stay_packed_and_equal_their_dequantised_selves() -> None
     half = copy.deepcopy(layer).bfloat16()
     assert half.experts.w1_packed.dtype == torch.uint8 and half(x.bfloat16()).dtype == torch.bfloat16
     check_close("bfloat16", half(x.bfloat16()), layer(x), 0.03)
+
+
+def test_unpacked_experts_are_the_packed_values() -> None:
+    """They compute the same, and can be trained."""
+    packed = built(LATENT)
+    pack_experts(packed)
+    layer = copy.deepcopy(packed)
+    assert unpack_experts(layer) == 1 and unpack_experts(layer) == 0 and isinstance(layer.experts, Experts)
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in layer.experts.parameters())
+    x = torch.randn(3, 9, 64)
+    check_close("unpacked", layer(x), packed(x), 1e-6)
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in layer.experts.parameters())
 
 
 def test_packed_experts_from_the_config() -> None:

@@ -1,4 +1,4 @@
-"""FSDP2 over two gloo processes: the same steps as one process, and float32 where it must be."""
+"""FSDP2 over two gloo processes, from a checkpoint: the same steps as one process, and float32 where it must be."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from openkda.models.checkpoint import save_checkpoint
 from openkda.models.hybrid import HybridLM
 from openkda.models.presets import PRESETS
 from openkda.testing.compare import rel
 from openkda.training.sharding import shard
+from openkda.training.start import load_weights
 
 CONFIG = PRESETS["tiny"].replace(
     hidden_size=32, num_hidden_layers=2, intermediate_size=48, kda_layers=(1,), full_attn_layers=(2,), vocab_size=64
@@ -57,7 +59,7 @@ def worker(rank: int, store: str, results: str) -> None:
         ("bfloat16", torch.bfloat16, torch.float32),
         ("bfloat16 shards", torch.bfloat16, torch.bfloat16),
     ):
-        model = build().to(masters)
+        model = load_weights(Path(results).parent / "model").to(masters)
         seen: dict[str, torch.dtype] = {}
         for n, _ in model.named_parameters():
             reader = n.rpartition(".")[0]
@@ -88,6 +90,7 @@ def _see(seen: dict[str, torch.dtype], name: str, here: str) -> Any:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("fsdp")
+    save_checkpoint(build(), where / "model")
     mp.start_processes(worker, (str(where / "store"), str(where / "results")), nprocs=2, start_method="spawn")
     result: dict[str, Any] = torch.load(Path(where / "results"), weights_only=False)
     return result
