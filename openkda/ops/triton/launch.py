@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from openkda.ops.triton.descriptors import Encoded, about_descriptors, bare_launcher
+from openkda.ops.triton.parameters import Parameters, kernel_of
+from openkda.ops.triton.parameters import driver as find_driver
 
 QUICK = not knobs.runtime.interpret and torch.version.hip is None
 """Whether device functions may be written in PTX: everywhere but in the interpreter and on other makers' cards."""
@@ -105,14 +107,19 @@ def _hooks() -> tuple[Any, Any]:
 
 
 class Tape:
-    """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device."""
+    """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device, and are
+    None in the same places."""
 
-    __slots__ = ("_empty", "_fresh", "_index", "_inner", "_launches")
+    __slots__ = ("_current", "_empty", "_fresh", "_index", "_inner", "_parameters", "_stream")
 
-    def __init__(self, launches: list[Any], made: Sequence[Tensor], inner: list[tuple[int, int]], device: Any) -> None:
-        self._launches, self._inner, self._index = launches, inner, device.index
+    def __init__(
+        self, parameters: Parameters, made: Sequence[Tensor], inner: list[tuple[int, int]], device: torch.device
+    ) -> None:
+        self._parameters, self._inner, self._index = parameters, inner, device.index
         self._fresh: list[tuple[Any, ...]] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         self._empty = _allocator(device)
+        self._stream: Callable[[int], int] = driver.active.get_current_stream
+        self._current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
     def shape_result(self, place: int, shape: tuple[int, ...]) -> None:
         """Gives a tensor that the call makes another shape of as many elements."""
@@ -120,32 +127,18 @@ class Tape:
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor] | None:
         """The tensors that the call makes, in the order of `record`; None where this call must go the long way: an unaligned
-        address, another current device."""
+        address, another current device, someone who listens to launches."""
         index = self._index
-        if torch.cuda.current_device() != index:
+        if self._current() != index or any(_hooks()):
             return None
-        at: list[Any] = [None if t is None else t.data_ptr() for t in inputs]
-        bits = 0
-        for a in at:
-            if a is not None:
-                bits |= a
-        if bits & 15:
+        at = [t.data_ptr() for t in inputs if t is not None]
+        if reduce(or_, at) & 15:
             return None
         made = [self._empty(*fresh) for fresh in self._fresh]
         at += [t.data_ptr() for t in made]
-        at += [at[place] + offset for place, offset in self._inner]
-        at.append(None)
-        stream = driver.active.get_current_stream(index)
-        enter, leave = _hooks()
-        for run, function, metadata, grid, encoded, pick, rest in self._launches:
-            found = pick(at)
-            if encoded:
-                described: list[Any] = []
-                for descriptor, address in zip(encoded, found, strict=False):
-                    described += descriptor[address]
-                found = (*described, *found[len(encoded) :])
-            run(*grid, stream, function, *metadata, None, enter, leave, *found, *rest)
-        return made
+        if self._inner:
+            at += [at[place] + offset for place, offset in self._inner]
+        return made if self._parameters.play(at, self._stream(index)) else None
 
 
 def _allocator(device: torch.device) -> Callable[..., Tensor]:
@@ -177,44 +170,38 @@ def record(
     """
     with recorded() as launches:
         made = call()
-    memory = [*inputs, *made]
-    addresses = [None if t is None else t.data_ptr() for t in memory]
-    known = [a for a in addresses if a]
-    if not launches or len(set(known)) != len(known) or any(a % 16 for a in known):
+    memory = [*(t for t in inputs if t is not None), *made]
+    addresses = [t.data_ptr() for t in memory]
+    library = find_driver()
+    if library is None or not launches or len(set(addresses)) != len(addresses) or any(a % 16 for a in addresses):
         return made, None
     inner: dict[tuple[int, int], int] = {}
-    played = []
+    kernels = []
     for one in launches:
         places = []
         for t in (*(d.base for d in one.descriptors), *one.memory):
-            found = _find(t, addresses, made, len(inputs))
+            found = _find(t, addresses, made)
             if found is None:
                 return made, None
             places.append(found if isinstance(found, int) else len(memory) + inner.setdefault(found, len(inner)))
-        bare = bare_launcher(one.ready) if one.descriptors else (one.ready.run, ())
-        encoded = tuple(map(Encoded, one.descriptors, about_descriptors(one.ready) if one.descriptors else ()))
-        if bare is None or len(encoded) != len(one.descriptors):
+        kernel = kernel_of(one, places, library)
+        if kernel is None:
             return made, None
-        metadata = (*bare[1], one.ready.packed_metadata)
-        played.append((bare[0], one.ready.function, metadata, one.grid, encoded, places, one.rest))
-    none = len(memory) + len(inner)
-    picked = [(*head, itemgetter(*(none if p < 0 else p for p in places)), rest) for *head, places, rest in played]
-    return made, Tape(picked, made, list(inner), device)
+        kernels.append(kernel)
+    return made, Tape(Parameters(kernels, library), made, list(inner), device)
 
 
-def _find(
-    t: Memory | None, addresses: list[int | None], made: Sequence[Tensor], inputs: int
-) -> int | tuple[int, int] | None:
+def _find(t: Memory | None, addresses: list[int], made: Sequence[Tensor]) -> int | tuple[int, int] | None:
     """Place of a kernel's argument in the list of addresses, -1 for None; (place, offset) inside what the call made."""
     if t is None:
         return -1
     a = t.data_ptr()
     if a in addresses:
         return addresses.index(a)
-    for i, m in enumerate(made):
+    for i, m in enumerate(made, len(addresses) - len(made)):
         offset = a - m.data_ptr()
         if 0 < offset < m.numel() * m.element_size():
-            return inputs + i, offset
+            return i, offset
     return None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 from openkda.ops.kda.hopper.schedule import SLOT_BYTES, WORKSPACE, choose, segment_tokens, slots
+
+sys.path.append(str(Path(__file__).parents[1]))  # fake_cuda
 
 SMS = 132
 
@@ -70,21 +74,8 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
             meta = ({},) * sum(n.endswith("_desc") for n in self.names)
             return compile_and_launch
 
-        global_scratch_size = profile_scratch_size = 0
-        launch_cooperative_grid = launch_pdl = False
-
         def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
             self.keep((x, y), rest[6:])  # stream, function, metadata twice, two hooks
-
-        @property
-        def launch(self) -> Any:
-            """As Triton's: a function that encodes descriptors, around the launcher."""
-
-            def launcher(x: int, y: int, z: int, *rest: Any) -> None:
-                assert rest[2:6] == (False, False, None, None)
-                calls.append((self.name, x * y, {"encoded": rest[10:]}))
-
-            return lambda *args: launcher(*args)
 
     kernels = (
         "kda_prepare_kernel",
@@ -199,21 +190,18 @@ def test_a_device_that_is_not_current_becomes_it(launch: Any, monkeypatch: pytes
     assert entered == [torch.device("cpu")] and len(launch.calls) == 1
 
 
-def encoded(descriptor: Any, about: Any) -> list[Any]:
-    """In place of Triton's."""
-    shape, strides = descriptor.shape, descriptor.strides
-    return [("map", descriptor.base.data_ptr(), *shape, *strides), *shape, *strides]
-
-
 @pytest.mark.parametrize("tokens, heads, packed", [(330, 2, False), (8192, 12, False), (330, 2, True)])
 @pytest.mark.parametrize("state", [True, False])
 def test_a_repeated_call_hands_over_what_the_first_did(
-    launch: Any, monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, packed: bool, state: bool
+    monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, packed: bool, state: bool
 ) -> None:
     """On other memory each time: the long way, recorded, then from the tape, with every descriptor's address its own."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
+    from fake_cuda import fake_card
+
     import openkda.ops.kda.hopper as hopper
+    import openkda.ops.kda.hopper.launch as module
     import openkda.ops.triton.launch as tapes
-    from openkda.ops.device import calls as device_calls
     from openkda.ops.kda.api import BoundedGate, kda
     from openkda.ops.kda.call import CALLS
 
@@ -225,41 +213,38 @@ def test_a_repeated_call_hands_over_what_the_first_did(
 
     monkeypatch.setattr(torch, "empty", keep(empty))
     monkeypatch.setattr(tapes, "_allocator", lambda device: keep(allocator(device)))
-    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encoded)
     monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
-    monkeypatch.setattr(device_calls, "KEY_ANY_DEVICE", True)
-    monkeypatch.setattr(tapes, "driver", launch.module.driver)
+    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(module, "_sm_count", lambda index: SMS)
     CALLS.forget()
     runs, kept = [], []
-    for _ in range(5):
-        launch.calls.clear()
-        x = arguments((30, tokens - 30) if packed else (tokens,), heads, heads)
-        gate = BoundedGate(-5.0, x.pop("a_log"), x.pop("dt_bias"))
-        x["initial_state"] = x["initial_state"] if state else None
-        made.clear()
-        with torch.inference_mode():
+    with fake_card() as card, torch.inference_mode():
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=card))
+        for _ in range(5):
+            card.launches.clear()
+            x = arguments((30, tokens - 30) if packed else (tokens,), heads, heads)
+            gate = BoundedGate(-5.0, x.pop("a_log"), x.pop("dt_bias"))
+            x["initial_state"] = x["initial_state"] if state else None
+            made.clear()
             out = kda(
                 **x, gate=gate, output_final_state=state, use_qk_l2norm=True, use_beta_sigmoid=True, impl="hopper"
             )
-        memory = [t for t in (*x.values(), gate.A_log, gate.dt_bias, *made) if t is not None]
-        kept.append((x, gate, out, memory))  # so that no address is used again
-        runs.append([(name, grid, places(values, memory)) for name, grid, values in launch.calls])
-    assert len(CALLS.replays) == 1 and "encoded" in launch.calls[-1][2]
+            memory = [t for t in (*x.values(), gate.A_log, gate.dt_bias, *made) if t is not None]
+            kept.append((x, gate, out, memory))  # so that no address is used again
+            runs.append([(name, grid, *places(values, memory)) for name, grid, values in card.launches])
+    assert len(CALLS.replays) == 1 and card.direct == 3 * len(runs[0])
     CALLS.forget()
     assert all(run == runs[0] for run in runs)
 
 
-def places(values: dict[str, Any], memory: list[torch.Tensor]) -> list[Any]:
-    """A launch's arguments, descriptors encoded, with each address as (place in `memory`, bytes behind its begin)."""
-    flat: list[Any] = []
-    for a in values.get("encoded", tuple(values.values())):
-        flat += encoded(a, {}) if hasattr(a, "block_shape") else [a.data_ptr() if hasattr(a, "data_ptr") else a]
+def places(values: tuple[Any, ...], memory: list[torch.Tensor]) -> list[Any]:
+    """A launch's arguments with each address as (place in `memory`, bytes behind its begin), also inside descriptors."""
     spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in memory]
 
     def place(a: Any) -> Any:
-        if isinstance(a, tuple):
-            return ("map", place(a[1]), *a[2:])
+        if isinstance(a, bytes):
+            return place(int.from_bytes(a[:8], "little")), a[8:]
         where = [(i, a - begin) for i, (begin, end) in enumerate(spans) if type(a) is int and begin <= a < end]
         return where[0] if where else a
 
-    return [place(a) for a in flat]
+    return [place(a) for a in values]
