@@ -137,11 +137,11 @@ def state_stub(bars, places):
 
 @gluon.jit
 def gates(
-    descs, beta_ptr, a_log_ptr, dt_ptr, stages, dec_s, hand, c2_s, bars, places, T, HV, scale, bound, REAL: gl.constexpr
+    descs, beta_ptr, a_log_ptr, dt_ptr, stages, dec_s, hand, own, bars, places, T, HV, scale, bound, REAL: gl.constexpr
 ):
     if REAL:
-        gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, c2_s, bars, places, HV, T, 1, HV,
-                       scale, bound, gl.constexpr(False), gl.constexpr(16))  # fmt: skip
+        gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, own[0], own[1], bars, places, HV,
+                       T, 1, HV, scale, bound, gl.constexpr(False), gl.constexpr(16))  # fmt: skip
     else:
         gate_stub(bars, places, HV, HV, T)
 
@@ -156,10 +156,22 @@ def scores(stages, hand, la_s, bars, places, REAL: gl.constexpr):
 
 @gluon.jit
 def states(
-    v_desc, o_desc, o_ptr, st_ptr, values, stages, others, bars, places, HV, half: gl.constexpr, REAL: gl.constexpr
+    v_desc,
+    o_desc,
+    o_ptr,
+    st_ptr,
+    values,
+    stages,
+    others,
+    sends,
+    bars,
+    places,
+    HV,
+    half: gl.constexpr,
+    REAL: gl.constexpr,
 ):
     if REAL:
-        fused_state_partition(v_desc, o_desc, o_ptr, st_ptr, st_ptr, values, stages, others, bars, places, HV, half,
+        fused_state_partition(v_desc, o_desc, o_ptr, st_ptr, st_ptr, values, stages, others, sends, bars, places, HV, half,
                               gl.constexpr(1), gl.constexpr(True))  # fmt: skip
     else:
         state_stub(bars, places)
@@ -171,17 +183,19 @@ def role_kernel(
     WITH_GATES: gl.constexpr, WITH_SCORES: gl.constexpr, WITH_STATES: gl.constexpr,
 ):  # fmt: skip
     """Some roles of the fused forward at work, the others signalling only."""
-    stages, hand, c2_s, others, values, bars = allocate()
+    stages, hand, own, others, values, bars = allocate()
+    descs = (q_desc, k_desc, g_desc)
+    sends = (descs, own[1], bars[0][0], 1)
     places = turns(3)
     fence_async_shared()
     gl.warp_specialize(
         [
             (scores, (stages, hand, others[2], bars[1], places, WITH_SCORES)),
-            (gates, ((q_desc, k_desc, g_desc), beta_ptr, a_log_ptr, dt_ptr, stages, others[0], hand, c2_s, bars[0], places, T,
+            (gates, (descs, beta_ptr, a_log_ptr, dt_ptr, stages, others[0], hand, own, bars[0], places, T,
                      HV, scale, bound, WITH_GATES)),
-            (states, (v_desc, o_desc, o_ptr, st_ptr, values[0], stages, others, bars[2], places, HV, gl.constexpr(0),
+            (states, (v_desc, o_desc, o_ptr, st_ptr, values[0], stages, others, sends, bars[2], places, HV, gl.constexpr(0),
                       WITH_STATES)),
-            (states, (v_desc, o_desc, o_ptr, st_ptr, values[1], stages, others, bars[2], places, HV, gl.constexpr(1),
+            (states, (v_desc, o_desc, o_ptr, st_ptr, values[1], stages, others, sends, bars[2], places, HV, gl.constexpr(1),
                       WITH_STATES)),
         ],
         [4, 4, 4],

@@ -52,6 +52,7 @@ def allocate():
     e1_s = gl.allocate_shared_memory(gl.float16, [2, 128], FLAT1)
     n_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
+    sends_s = gl.allocate_shared_memory(gl.int32, [3, 4], FLAT1)
     qk_full = barriers(3, 1)
     g_full = barriers(3, 1)
     ready = barriers(3, 1)
@@ -69,7 +70,7 @@ def allocate():
     gate_bars = ((qk_full, g_full), ready, hand_free, free)
     score_bars = (ready, kq_ready, lm_ready, hand_free)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)
-    return stages, hand, c2_s, (dec_s, b_s, la_s), (v0, v1), (gate_bars, score_bars, state_bars)
+    return stages, hand, (c2_s, sends_s), (dec_s, b_s, la_s), (v0, v1), (gate_bars, score_bars, state_bars)
 
 
 @gluon.jit(do_not_specialize=["T", "chains"])
@@ -78,18 +79,20 @@ def kda_forward_kernel(
     HV, groups, T, chains, scale, bound,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr,
 ):  # fmt: skip
-    stages, hand, c2_s, others, values, bars = allocate()
+    stages, hand, own, others, values, bars = allocate()
+    descs = (q_desc, k_desc, g_desc)
+    sends = (descs, own[1], bars[0][0], groups)
     places = turns(3)
     fence_async_shared()
     entering = s0_ptr if STATE_IN == 1 else dt_ptr  # read by nobody then
     gl.warp_specialize(
         [
             (score_partition, (stages, hand, others[2], bars[1], places)),
-            (gate_partition, ((q_desc, k_desc, g_desc), beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand,
-                              c2_s, bars[0], places, chains, T, groups, HV, scale, bound, VARLEN, NP)),
-            (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, bars[2], places,
+            (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
+                              bars[0], places, chains, T, groups, HV, scale, bound, VARLEN, NP)),
+            (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(0), STATE_IN, STATE_OUT)),
-            (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, bars[2], places,
+            (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(1), STATE_IN, STATE_OUT)),
         ],
         [4, 4, 4],

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.chains import announce, chain, field, receive
+from openkda.ops.kda.hopper.chains import LENTRY, announce, chain, field, receive
 from openkda.ops.kda.hopper.factors import (
     B3H,
     F1,
@@ -41,7 +41,6 @@ from openkda.ops.kda.hopper.factors import (
 from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt
 
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
-FETCH_AT = gl.constexpr(2)  # before this slice of gates; the best of 1, 2, 3 when all were measured
 LBS = gl.constexpr(_sum_operand(32))
 LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
@@ -107,12 +106,15 @@ def _fetch(descs, stages, full, st, row, hv, groups, pred):
 
 @gluon.jit
 def gate_partition(
-    descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, bars, places, chains, T, groups, HV, scale,
-    bound, VARLEN: gl.constexpr, NP: gl.constexpr,
+    descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
+    scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
 ):  # fmt: skip
-    """Draws chains (a sequence and value head), announces them to the others and starts on their chunks. The next chunk, be it
-    of the next chain, is sent for in the midst of this one: later, and its way from memory shows; earlier, and this role waits
-    for the states to leave that stage."""
+    """Draws chains (a sequence and value head), announces them to the others and starts on their chunks.
+
+    For each chunk it leaves in sends_s where the one after next but one begins, in this chain or the next, and whether it
+    knows: a state sends for it when it leaves the stage. What it could not know it sends for itself: the first three chunks,
+    and those of chains that begin and end in between.
+    """
     q_s, k_s, g_s, kc_s = stages
     h_s, n_s, b_s = hand[0], hand[2], hand[3]
     full, ready, hand_free, free = bars
@@ -128,7 +130,10 @@ def gate_partition(
     drawn = gl.where(chan == 0, ticket, 0)
     if VARLEN:
         drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
-    _fetch(descs, stages, full, 0, row0, hv, groups, length > 0)
+    sent0 = 0
+    sent1 = 0
+    sent2 = 0
+    word = gl.arange(0, 4, layout=LENTRY)
     beta = _load_beta(beta_ptr, row0, length, hv, HV)
     announce(entry, places, 0)
     st = 0
@@ -159,10 +164,22 @@ def gate_partition(
             left = gl.where(last, length_n, n - 64)
             kc = k_s.index(st)
             gc = g_s.index(st)
+            if sent0 == 0:
+                mbarrier.wait(free.index(st), phase ^ 1)
+                _fetch(descs, stages, full, st, row0 + c * 64, hv, groups, True)
             mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)
             mbarrier.wait(qk_full.index(st), phase)
-            b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
+            b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))  # the stage is this chunk's only now
             beta = _load_beta(beta_ptr, row, left, head, HV)
+            over = c + 3 - chunks
+            known = (over * 64 < length_n).to(gl.int32)
+            to_row = gl.where(over < 0, row0 + (c + 3) * 64, row_n + over * 64)
+            to_head = gl.where(over < 0, hv, hv_n)
+            known = gl.where(over < 0, 1, known)
+            sends_s.index(st).store(gl.where(word == 0, to_row, gl.where(word == 1, to_head, known)))
+            sent0 = sent1
+            sent1 = sent2
+            sent2 = known
             if n < 64:
                 _clean(kc, n, 0.0)
                 fence_async_shared()
@@ -176,18 +193,14 @@ def gate_partition(
                 _clean(gc, n, -3.0e38)
                 fence_async_shared()
             t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
-            nst, nphase = next_stage(st, phase)
+            following = next_stage(st, phase)
             for s in range(4):
-                if s == FETCH_AT:
-                    mbarrier.wait(free.index(nst), nphase ^ 1)
-                    _fetch(descs, stages, full, nst, row, head, groups, left > 0)
                 _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
             e1, xb, fk, ck = _anchors(hand, odd)
             dec_s.index(st).store(_tile_factors(_tile_sums(t_s), xb, fk, ck, e1))
             gl.thread_barrier()
             mbarrier.arrive(ready.index(st), count=1)
-            st = nst
-            phase = nphase
+            st, phase = following
             rounds += odd
             odd = odd ^ 1
         hv = hv_n

@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openkda.ops.kda.hopper.chains import receive
+from openkda.ops.kda.hopper.chains import LENTRY, field, receive
 from openkda.ops.kda.hopper.factors import A2H, APH, FLAT2, FLAT3, S64, _clean, _merge_tiles, _store_t, _substitute
-from openkda.ops.kda.hopper.fused_factors import next_stage, parts_of_l
+from openkda.ops.kda.hopper.fused_factors import _fetch, next_stage, parts_of_l
 from openkda.ops.kda.hopper.state import (
     A_S,
     A_T,
@@ -49,7 +49,7 @@ def _invert(tm_s, la_s, b_s):
 
 @gluon.jit
 def fused_state_partition(
-    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values, stages, others, bars, places, HV,
+    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values, stages, others, sends, bars, places, HV,
     half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr,
 ):  # fmt: skip
     """Carries 64 value rows of the transposed state through chain after chain, in registers. Its chunks alternate with the
@@ -126,8 +126,16 @@ def fused_state_partition(
                 tma.store_wait(0)
                 if n < 64:
                     fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(free.index(st), count=1)
+                if half == 1:
+                    descs, sends_s, full, groups = sends
+                    word = sends_s.index(st).load(LENTRY)
+                    gl.thread_barrier()
+                    mbarrier.arrive(free.index(st), count=1)
+                    mbarrier.wait(free.index(st), phase)
+                    _fetch(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
+                else:
+                    gl.thread_barrier()
+                    mbarrier.arrive(free.index(st), count=1)
                 st, phase = next_stage(st, phase)
                 even = even ^ 1
             if STATE_OUT:
