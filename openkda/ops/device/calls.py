@@ -29,13 +29,14 @@ class Repeated:
 
     modules: the implementation of a call that passed its checks. replays: a function that does such a call over again on other
     memory; it takes what the op hands it and returns the op's result, or None for "the long way, please".
+    training: calls that autograd records have keys too; their replays record themselves.
     """
 
-    def __init__(self, most: int = 4096) -> None:
+    def __init__(self, most: int = 4096, training: bool = False) -> None:
         self.modules: dict[Key, ModuleType] = {}
         self.replays: dict[Key, Callable[..., Any]] = {}
         self._latest: dict[Key, tuple[Key, Callable[..., bool] | None]] = {}
-        self._most = most
+        self._most, self._training = most, training
 
     def look(
         self, tensors: Sequence[Tensor | None], options: tuple[object, ...]
@@ -48,13 +49,13 @@ class Repeated:
             return None, None
         if is_watched() or not _ATOMS.issuperset(map(type, options)):
             return None, None
-        kind = (*options, *[t is None for t in tensors])
+        kind = (torch.is_grad_enabled(), *options, *[t is None for t in tensors])  # which the guard does not look at
         key, guard = self._latest.get(kind, (None, None))
         if key is not None and guard is not None and guard(*[t for t in tensors if t is not None]):
             again = self.replays.get(key)
             if again is not None:
                 return key, again
-        before, key = key, call_key(tensors, options)
+        before, key = key, call_key(tensors, options, self._training)
         again = None if key is None else self.replays.get(key)
         if key is not None and again is not None:
             if len(self._latest) >= _MOST_KINDS:
@@ -85,8 +86,8 @@ class Repeated:
 
 
 def guard_of(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
-    """True only of tensors with the types, dtypes, sizes, strides and devices of those here (without the Nones), and under the
-    same gradient and dispatch modes. None where this torch has no such guards, which are torch.compile's.
+    """True only of tensors with the types, dtypes, sizes, strides, devices and `requires_grad` of those here (without the
+    Nones), and under the same dispatch modes. None where this torch has no such guards, which are torch.compile's.
     """
     here = [t for t in tensors if t is not None]
     try:
@@ -137,11 +138,12 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return not is_watched() and all(t is None or (type(t) in _PLAIN and not t.is_neg()) for t in tensors)
 
 
-def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...]) -> Key | None:
+def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...], training: bool = False) -> Key | None:
     """Everything about a call that checks and launches may depend on but memory and values; None for a call to look at anew.
 
-    That is: CPU tensors (their values are checked), what would be recorded by autograd, watched calls, and arguments of
-    unusual types. Equal keys: whatever is true of one call's types, dtypes, shapes, strides and devices is true of the other's.
+    That is: CPU tensors (their values are checked), what would be recorded by autograd (unless `training`: then which tensors
+    require gradients is part of the key), watched calls, and arguments of unusual types. Equal keys: whatever is true of one
+    call's types, dtypes, shapes, strides and devices is true of the other's.
     """
     if is_watched() or not _ATOMS.issuperset(map(type, options)):
         return None
@@ -151,10 +153,13 @@ def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...]) -> K
         for t in tensors:
             if t is None:
                 key.append(None)
-            elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or (grad and t.requires_grad) or t.is_neg():
+            elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or t.is_neg():
                 return None
             else:
-                key += (t.dtype, t.shape, t.stride(), t.device)
+                recorded = grad and t.requires_grad
+                if recorded and not training:
+                    return None
+                key += (t.dtype, t.shape, t.stride(), t.device, recorded)
     except RuntimeError:  # a layout without strides
         return None
     return (*key, *options)

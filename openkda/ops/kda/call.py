@@ -29,7 +29,7 @@ TENSORS = (
     "state_positions",
 )
 
-CALLS = Repeated()
+CALLS = Repeated(training=True)
 
 
 class KDAOutput(NamedTuple):

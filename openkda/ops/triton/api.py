@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from openkda.ops.triton.launch import QUICK, Tape, ceil_div, dense, launch, note, padded, record, steps_of, unit_stride
+from openkda.ops.triton.stages import empty, record_stages
 
 __all__ = [
     "FORGOTTEN",
@@ -22,6 +23,7 @@ __all__ = [
     "decay_rate",
     "delta_step",
     "dense",
+    "empty",
     "find_sequence",
     "launch",
     "log2_decay",
@@ -30,6 +32,7 @@ __all__ = [
     "power_of_two",
     "quick_sigmoid",
     "record",
+    "record_stages",
     "round_mantissa",
     "sigmoid",
     "steps_of",

@@ -23,13 +23,19 @@ def run_interpreted(file: str) -> None:
 
 
 def patch_interpreter() -> None:
-    """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses. Every address that a kernel
-    reads or writes is checked: it lies inside a tensor that the kernel was given. And maxima and minima treat a NaN as a GPU
-    does."""
+    """`patch_loop_bounds`. Every address that a kernel reads or writes is checked: it lies inside a tensor that the kernel was
+    given. And maxima and minima treat a NaN as a GPU does."""
     import triton.runtime.interpreter as interpreter
 
     _check_addresses(interpreter)
     _lose_nans(interpreter)
+    patch_loop_bounds()
+
+
+def patch_loop_bounds() -> None:
+    """Triton 3.6 turns a one-element array into a loop bound with int(), which numpy 2.4 refuses."""
+    import triton.runtime.interpreter as interpreter
+
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:

@@ -12,8 +12,6 @@ Error on bfloat16 inputs: 1.9e-3 of the output (bfloat16's own rounding is 1.7e-
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -62,12 +60,12 @@ def run(call: KDACall) -> KDAOutput:
     arguments = (*tensors, call.scale, gate.lower_bound, call.output_final_state)
     if call.key is not None and goes_direct(*tensors):
         return register.run_recorded(call, arguments)
-    op: Any = register.kda_hopper_op
     if call.needs_grad:
         from openkda.ops.kda.hopper import autograd  # hangs the Triton backward on the op
 
-        op = autograd.run
-    o, final = op(*arguments)
+        o, final = autograd.run(call, *arguments)
+    else:
+        o, final = register.kda_hopper_op(*arguments)
     return KDAOutput(o, final if call.output_final_state else None)
 
 

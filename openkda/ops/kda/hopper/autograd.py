@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from openkda.ops.device.api import are_plain, derive
-from openkda.ops.kda.hopper.register import _kda_hopper, kda_hopper_op
-from openkda.ops.kda.triton.autograd import Direct, differentiate
+from openkda.ops.kda.call import KDACall
+from openkda.ops.kda.hopper.register import _forward, kda_hopper_op
+from openkda.ops.kda.triton.autograd import attach, differentiate
 
 BOUNDED = 2
 """The gate's number in `triton.launch.Args`."""
@@ -32,17 +33,16 @@ def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]
     return (*differentiate(ctx, ctx.needs_input_grad, do, ds, None), None, None, None)
 
 
-def run(*arguments: Any) -> tuple[Tensor, ...]:
-    """`kda_hopper_op` on the same arguments, nine tensors first, with its derivative: (o, final)."""
+def run(call: KDACall, *arguments: Any) -> tuple[Any, ...]:
+    """`kda_hopper_op` on these arguments of it, nine tensors first, with its derivative: (o, final)."""
     tensors, options = arguments[:9], arguments[9:]
     if not are_plain(*tensors):
-        return kda_hopper_op(*arguments)
+        return kda_hopper_op(*arguments)  # type: ignore[no-any-return]
 
-    def forward(*given: Tensor | None) -> tuple[Tensor, ...]:
-        o, final = _kda_hopper(*given[:9], *options)
-        return o, final, o.new_empty(0)
+    def forward(workspaces: list[Tensor], *given: Any) -> tuple[Any, ...]:
+        return (*_forward(workspaces, *given[:9], *options), None)
 
-    return Direct.apply(forward, _options(*options), *tensors, None)[:2]
+    return attach(call, forward, _options(*options), (*tensors, None))[:2]
 
 
 derive(kda_hopper_op, _backward, _save)

@@ -57,12 +57,13 @@ def forward(call: KDACall, *, exact: bool, skip: bool) -> KDAOutput:
         )  # fmt: skip
         return KDAOutput(o, final if call.output_final_state else None, kept)
     if call.state_indices is None:
-        run: Any = register.kda_op
+        arguments: Any = (*tokens, call.initial_state, call.state_positions, *flags, call.state_dtype, exact)
         if call.needs_grad:
             from openkda.ops.kda.triton import autograd  # hangs the backward on the op
 
-            run = autograd.run
-        o, final, kept = run(*tokens, call.initial_state, call.state_positions, *flags, call.state_dtype, exact)
+            o, final, kept = autograd.run(None if skip else call, *arguments)
+        else:
+            o, final, kept = register.kda_op(*arguments)
     else:
         o, kept = register.kda_pool_op(
             *tokens, call.initial_state, call.state_indices, call.state_positions, *flags, exact, skip

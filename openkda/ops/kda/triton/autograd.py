@@ -1,37 +1,43 @@
 """The kernels' derivative: `openkda::kda_backward`, hung on `openkda::kda`. Importing this file registers both.
 
-Calls that nobody watches (`goes_direct`) go through a `torch.autograd.Function` instead: torch spends 100 us a call on the
-defaults of an operator of 20 arguments that has a derivative. A second derivative is refused: the kernels of the first are not
-differentiable themselves.
+Calls that nobody watches (`are_plain`) go through a `torch.autograd.Function` instead: torch spends 100 us a call on the
+defaults of an operator of 20 arguments that has a derivative. What such calls launch is repeated from tapes: the forward's by
+the key of `api.kda`, the backward's by one of its own, because hooks on saved tensors may hand it other strides than the
+forward had. A second derivative is refused: the kernels of the first are not differentiable themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import are_plain, define, derive, refuse_derivative
-from openkda.ops.kda.triton.backward import backward
-from openkda.ops.kda.triton.launch import readable
+from openkda.ops.device.api import Repeated, are_plain, define, derive, refuse_derivative
+from openkda.ops.kda.call import CALLS, KDACall, KDAOutput, Replay
+from openkda.ops.kda.triton import backward as host
+from openkda.ops.kda.triton.launch import Args, forward, readable
 from openkda.ops.kda.triton.positions import backward_at_positions
-from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, _kda, kda_op
-from openkda.ops.triton.api import unit_stride
+from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, kda_op
+from openkda.ops.triton.api import Tape, record, record_stages, unit_stride
+
+BACKWARDS = Repeated()
+"""Tapes of backward passes."""
+
+
+def _arguments(tensors: Sequence[Tensor | None], positions: Tensor | None, options: tuple[Any, ...]) -> Args:
+    """tensors: q .. dt_bias, cu, state; options: of `openkda::kda_backward`, whose states are always wanted here."""
+    return readable(*tensors, None, positions, *options[:5], True, *options[6:], False)  # type: ignore[arg-type]
 
 
 def _kda_backward(  # type: ignore[no-untyped-def]
     q, k, v, g, beta, A_log, dt_bias, cu, state, positions, o, kept, do, ds, dkept, *options
 ) -> tuple[Tensor, ...]:
-    gate, bound, scale, l2norm, sigmoid, _, v_first, state_dtype, exact = options
-    a = readable(
-        q, k, v, g, beta, A_log, dt_bias, cu, state, None, positions, gate, bound, scale, l2norm, sigmoid, True, v_first,
-        state_dtype, exact, False,
-    )  # fmt: skip
+    a = _arguments((q, k, v, g, beta, A_log, dt_bias, cu, state), positions, options)
     do = None if do is None else unit_stride(do)
     if dkept is None:
-        found = backward(a, o, do, ds, state is not None)
+        found = host.backward(a, o, do, ds, state is not None)
     else:
         found = backward_at_positions(a, o, do, ds, state is not None, kept, dkept)
     return tuple(q.new_empty(0) if x is None else x for x in found)
@@ -66,11 +72,12 @@ def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | No
 
 
 class Direct(torch.autograd.Function):
-    """forward(*tensors) -> (o, final, kept), for the ten tensors of `_save`; options: of `openkda::kda_backward`."""
+    """forward(*tensors) -> (o, final, kept), the latter two or None, for the ten tensors of `_save`; options: of
+    `openkda::kda_backward`."""
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Callable[..., tuple[Tensor, ...]], options: tuple[Any, ...], *tensors: Tensor | None
+        ctx: Any, forward: Callable[..., tuple[Tensor | None, ...]], options: tuple[Any, ...], *tensors: Tensor | None
     ) -> Any:
         output = forward(*tensors)
         _save(ctx, (*tensors, *options), output)
@@ -89,17 +96,45 @@ def differentiate(
     if do is None and ds is None and dkept is None:
         return (None,) * 9
     tensors = ctx.saved_tensors
-    direct = not torch.is_grad_enabled() and are_plain(*tensors, do, ds, dkept)
-    found = (_kda_backward if direct else kda_backward_op)(*tensors, do, ds, dkept, *ctx.options)
-    grads = [g if need else None for g, need in zip(found, _differentiable(needs), strict=True)]
+    if torch.is_grad_enabled() or not are_plain(*tensors, do, ds, dkept):
+        found = kda_backward_op(*tensors, do, ds, dkept, *ctx.options)
+    elif dkept is None:
+        found = _again_or_anew(tensors, do, ds, ctx.options)
+    else:
+        found = _kda_backward(*tensors, do, ds, dkept, *ctx.options)
+    grads = [g if need else None for g, need in zip(found, (*needs[:7], needs[8]), strict=True)]
     state = tensors[8]
     if grads[7] is not None and state is not None:
         grads[7] = grads[7].to(state.dtype)
     return (*grads[:7], None, grads[7])
 
 
-def _differentiable(needs: tuple[bool, ...]) -> tuple[bool, ...]:
-    return (*needs[:7], needs[8])
+def _again_or_anew(
+    tensors: tuple[Tensor | None, ...], do: Tensor | None, ds: Tensor | None, options: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q .. dt_bias and the state: from a tape where such a pass has one."""
+    do = None if do is None else unit_stride(do)
+    given = (*tensors[:9], tensors[10], do, ds)
+    key, again = BACKWARDS.look(given, (*options, host.HOPPER_PRODUCTS, host.HOPPER_GRADIENTS))
+    made: Sequence[Any] | None = None if again is None else again(given)
+    if made is None:
+        a, o = _arguments(tensors[:9], None, options), tensors[10]
+        assert o is not None  # for the type checker
+
+        def launches() -> Sequence[Tensor | None]:
+            return host.launches(a, o, do, ds, a.state is not None)
+
+        seen = BACKWARDS.seen(key)
+        BACKWARDS.module(key, lambda: host)
+        if seen is None:
+            made = launches()
+        else:
+            made, tape = record_stages(launches, given, o.device)
+            if tape is not None:
+                BACKWARDS.replays[seen] = tape.run
+    q, v, v_first = tensors[0], tensors[2], options[6]
+    assert q is not None and v is not None
+    return host.finished(q, v, v_first, *made)
 
 
 derive(kda_op, _backward, _save)
@@ -108,9 +143,60 @@ refuse_derivative(
 )
 
 
-def run(*arguments: Any) -> tuple[Tensor, ...]:
-    """`kda_op` on the same arguments, ten tensors first, with its derivative: (o, final, kept)."""
+def run(call: KDACall | None, *arguments: Any) -> tuple[Any, ...]:
+    """`kda_op` on these arguments of it, ten tensors first, with its derivative: (o, final, kept). call: of `kda`, if its."""
     tensors, options = arguments[:10], arguments[10:]
     if not are_plain(*tensors):
-        return kda_op(*arguments)
-    return Direct.apply(lambda *given: _kda(*given, *options), options, *tensors)  # type: ignore[no-any-return]
+        return kda_op(*arguments)  # type: ignore[no-any-return]
+
+    def run_forward(workspaces: list[Tensor], *given: Any) -> tuple[Any, ...]:
+        return forward(readable(*given[:9], None, given[9], *options, False), workspaces)
+
+    return attach(call, run_forward, options, tensors)
+
+
+def attach(
+    call: KDACall | None, forward: Callable[..., tuple[Any, ...]], options: tuple[Any, ...], tensors: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """forward(workspaces, *tensors) -> (o, final, kept), which lists what memory it uses besides, with its derivative. From
+    the second call of a key on its launches are recorded, and later calls repeat them."""
+    if call is not None and call.gate is not None:
+        # In their own shapes, where they are what the kernels read: every call saves the same, however it runs (checkpointing
+        # compares), and no reshape is recorded.
+        tensors = (*tensors[:5], *map(_own, (call.gate.A_log, call.gate.dt_bias), tensors[5:7]), *tensors[7:])
+    if call is None or call.key is None or call.state_positions is not None:
+        return Direct.apply(lambda *given: forward([], *given), options, *tensors)  # type: ignore[no-any-return]
+    gate = (None, None) if call.gate is None else (call.gate.A_log, call.gate.dt_bias)
+    inputs = (call.q, call.k, call.v, call.g, call.beta, *gate, call.initial_state, call.cu_seqlens, None, None)
+
+    def recording(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = []
+
+        def run() -> list[Tensor]:
+            workspaces: list[Tensor] = []
+            results.extend(forward(workspaces, *given))
+            return [t for t in results if t is not None] + workspaces
+
+        _, tape = record(run, inputs, call.q.device)
+        if tape is not None and call.key is not None:
+            CALLS.replays[call.key] = _training_replay(tape, call.output_final_state, options)
+        return tuple(results)
+
+    return Direct.apply(recording, options, *tensors)  # type: ignore[no-any-return]
+
+
+def _own(t: Tensor | None, flat: Tensor | None) -> Tensor | None:
+    return t if t is None or (t.is_contiguous() and t.dtype == torch.float32) else flat
+
+
+def _training_replay(tape: Tape, want_state: bool, options: tuple[Any, ...]) -> Replay:
+    def again(tensors: tuple[Tensor | None, ...]) -> KDAOutput | None:
+        made = tape.run(tensors)
+        if made is None:
+            return None
+        output = made[0], made[1] if want_state else None, None
+        q, k, v, g, beta, A_log, dt_bias, state, cu = tensors[:9]
+        o, final, _ = Direct.apply(lambda *_: output, options, q, k, v, g, beta, A_log, dt_bias, cu, state, None)
+        return KDAOutput(o, final)
+
+    return again

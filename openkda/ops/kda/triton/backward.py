@@ -20,11 +20,13 @@ from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
 from openkda.ops.kda.triton.sums import sums_kernel
 from openkda.ops.kda.triton.walks import walks_kernel
-from openkda.ops.triton.api import ceil_div, launch, padded, steps_of
+from openkda.ops.triton.api import ceil_div, empty, launch, padded, steps_of
 
 C = 64
 SAVE = C // CHUNK
-HOPPER_PRODUCTS = HOPPER_GRADIENTS = True  # off, the portable kernel runs on Hopper too, to be timed beside the other
+HOPPER_WALKS = HOPPER_PRODUCTS = HOPPER_GRADIENTS = (
+    True  # off, the portable kernel runs on Hopper too, to be timed beside the other
+)
 _TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -36,6 +38,29 @@ def backward(
 
     chain: the sequences' members, where a call was cut into them (`positions.py`).
     """
+    return finished(a.q, a.v, a.v_first, *launches(a, o, do, ds1, want_ds0, chain))
+
+
+def finished(
+    q: Tensor, v: Tensor, v_first: bool, dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor, dbeta: Tensor, rate: Tensor | None,
+    bias: Tensor | None, ds0: Tensor | None,
+) -> Gradients:  # fmt: skip
+    """What `launches` made, in the shapes and dtypes of the inputs: all that torch has to do."""
+    H, HV = q.shape[2], v.shape[2]
+    if HV != H:
+        dq, dk = (x.unflatten(2, (H, HV // H)).sum(3).to(q.dtype) for x in (dq, dk))
+    if dv.dtype != v.dtype:
+        dv = dv.to(v.dtype)
+    if ds0 is not None and v_first:
+        ds0 = ds0.transpose(-1, -2)
+    return dq, dk, dv, dz, dbeta, rate, bias, ds0
+
+
+def launches(
+    a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0: bool, chain: Tensor | None = None
+) -> Gradients:
+    """As `backward`, with dq and dk of every value head, and ds0 [.., K, V]. All memory is made by `empty`, all work done by
+    `launch`: nothing of torch in between, so that a tape can repeat it."""
     B, T, H, HV, K, V = a.sizes
     N = a.num_sequences
     sequences = N if chain is None else chain.numel() - 1
@@ -44,43 +69,49 @@ def backward(
     BK = _channels(K, exact)
     op = torch.float32 if exact else torch.float16
     prec = "tf32x3" if exact else "tf32"
-    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=o.device)  # noqa: E731
+    new = lambda *shape, dtype=torch.float32: empty(shape, dtype, o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
     BU, walk_warps, walk_stages = _walk_settings(BK, exact)
     BS, BV, warps, stages = _products_settings(BK, exact)
     NU, f32 = ceil_div(V, BU), torch.float32
     blocks, chunks, factor = HV * tiles, HV * slots, HV * tiles * CHUNK * BK
-    kd, qd, ke = pieces(op, factor, factor, factor, device=o.device)
-    w, y = pieces(op, factor, factor, device=o.device)
-    tm, decay, token, unit, u_unit, dd_unit, s_unit, ds_unit, both, product_unit, rows = pieces(
-        f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 3 * CHUNK, blocks * 2 * CHUNK, blocks * NU * CHUNK,
-        blocks * NU * CHUNK, chunks * NU, chunks * NU, chunks * BK, chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
+    token, u_unit, dd_unit, s_unit, ds_unit, both, product_unit, rows = pieces(
+        f32, blocks * 3 * CHUNK, blocks * NU * CHUNK, blocks * NU * CHUNK, chunks * NU, chunks * NU, chunks * BK,
+        chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
     )  # fmt: skip
-    qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
-    launch(
-        prepare_kernel if exact else PREPARE, tiles * HV,
-        (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, w, y, unit),
-        (*qkg, *a.beta.stride()), (T, N, tiles, a.bound, EPS),
-        (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, scaled,
-         _TL[op], prec, prec, prec, True), 1, o.device,
-    )  # fmt: skip
-
     dd = new(B, T, HV, V, dtype=op)
     s, ds, u = pieces(op, chunks * V * BK, chunks * V * BK, dd.numel(), device=o.device)
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
-    reverses = NU * HV * sequences
-    launch(
-        walks_kernel, reverses + NU * HV * N,
-        (a.v, do, u, dd, a.cu, chain, a.state, s, ds1, ds0, ds, u_unit, dd_unit, s_unit, ds_unit,
-         kd, qd, ke, w, y, tm, decay, unit, token),
-        (*steps_of(a.v), *do_steps, *state_strides(a.state, a.v_first), *state_strides(ds1, a.v_first)),
-        (T, N, tiles, slots, reverses, a.scale),
-        (HV, K, BK, V, BU, CHUNK, SAVE, packed, chain is not None, a.state is not None, ds1 is not None, want_ds0,
-         do is not None, scaled, _TL[op], prec, walk_stages), walk_warps, o.device,
-    )  # fmt: skip
-    del w, y
+    qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
+    if HOPPER_WALKS and do is not None and _walked_on_hopper(a, do, chain):
+        from openkda.ops.kda.hopper.walks import walk
+
+        walk(a, do, ds1, slots, tiles, token, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, ds0)
+        kd = qd = ke = decay = None  # hopper/gradients.py, which follows, computes its own
+    else:
+        kd, qd, ke = pieces(op, factor, factor, factor, device=o.device)
+        w, y = pieces(op, factor, factor, device=o.device)
+        tm, decay, unit = pieces(f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 2 * CHUNK, device=o.device)
+        launch(
+            prepare_kernel if exact else PREPARE, tiles * HV,
+            (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, w, y, unit),
+            (*qkg, *a.beta.stride()), (T, N, tiles, a.bound, EPS),
+            (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, scaled,
+             _TL[op], prec, prec, prec, True), 1, o.device,
+        )  # fmt: skip
+        reverses = NU * HV * sequences
+        launch(
+            walks_kernel, reverses + NU * HV * N,
+            (a.v, do, u, dd, a.cu, chain, a.state, s, ds1, ds0, ds, u_unit, dd_unit, s_unit, ds_unit,
+             kd, qd, ke, w, y, tm, decay, unit, token),
+            (*steps_of(a.v), *do_steps, *state_strides(a.state, a.v_first), *state_strides(ds1, a.v_first)),
+            (T, N, tiles, slots, reverses, a.scale),
+            (HV, K, BK, V, BU, CHUNK, SAVE, packed, chain is not None, a.state is not None, ds1 is not None, want_ds0,
+             do is not None, scaled, _TL[op], prec, walk_stages), walk_warps, o.device,
+        )  # fmt: skip
+        del w, y, tm, unit
 
     d, wide = pieces(op, chunks * 2 * C * C, chunks * 3 * C * BK, device=o.device)
     dbeta = new(B, T, HV, dtype=a.beta.dtype)
@@ -121,16 +152,18 @@ def backward(
             qkg, (B, T, N, slots, tiles, a.bound),
             (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, scaled, _TL[op], prec), 1, o.device,
         )  # fmt: skip
-    bias, rate = new(HV * K) if has_dt else None, new(HV) if has_A else None
+    bias, rate = (None if t is None else new(*t.shape) for t in (a.dt_bias, a.A_log))
     if has_A or has_dt:
         launch(
             sums_kernel, HV, (d_bias, d_A, bias, rate), (), (slots,), (HV, K, padded(K), 32, has_A, has_dt), 4, o.device
         )
-    if HV != H:
-        dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(a.q.dtype) for x in (dq, dk))
-    if ds0 is not None and a.v_first:
-        ds0 = ds0.transpose(-1, -2)
-    return dq, dk, dv.to(a.v.dtype), dz, dbeta, rate, bias, ds0
+    return dq, dk, dv, dz, dbeta, rate, bias, ds0
+
+
+def _walked_on_hopper(a: Args, do: Tensor, chain: Tensor | None) -> bool:
+    from openkda.ops.kda.hopper.backward import fits_walks
+
+    return fits_walks(a, do, chain)
 
 
 def _multiplied_on_hopper(a: Args, do: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.recurrent import DENSE, LISTED, recurrent_kernel
 from openkda.ops.kda.triton.scan import scan_kernel
-from openkda.ops.triton.api import ceil_div, dense, launch, padded, steps_of, unit_stride
+from openkda.ops.triton.api import ceil_div, dense, empty, launch, padded, steps_of, unit_stride
 
 CHUNK = 16
 EPS = 1e-6
@@ -244,7 +244,7 @@ def pieces(dtype: torch.dtype, *lengths: int, device: torch.device) -> tuple[Ten
     """One allocation cut into flat tensors of at least these lengths: 2 us of host time and 0.5 for each, where each by itself
     takes 2 and a slice and a view of one take 4."""
     sizes = [aligned(n) for n in lengths]
-    return torch.empty(sum(sizes), dtype=dtype, device=device).split_with_sizes(sizes)
+    return empty((sum(sizes),), dtype, device).split_with_sizes(sizes)
 
 
 def scan_settings(BK: int, BV: int, precision: str) -> tuple[int, int, int]:

@@ -1,0 +1,222 @@
+"""Tapes of calls that need much memory for a short while: every launch says what is made before it and dropped behind it.
+
+A `Tape` makes all memory of a call at its beginning. Of a backward that would be 20 instead of 14 times one of its inputs.
+Where the workspace is small it is one block for the whole call, because an allocation takes a microsecond.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from openkda.ops.triton.launch import Launch, _allocator, _hooks, recorded
+from openkda.ops.triton.parameters import Parameters, kernel_of
+from openkda.ops.triton.parameters import driver as find_driver
+
+ONE_BLOCK = 32 << 20
+"""Bytes of workspace that a call may hold from its first launch to its last."""
+_ALIGNED = 256
+
+
+class _Made(NamedTuple):
+    """A tensor that a call made: as which launch was next. shape, strides and dtype make it again."""
+
+    address: int
+    size: int
+    like: tuple[Any, ...]
+
+
+class _Making(threading.local):
+    made: list[tuple[int, _Made]] | None = None
+    launches: list[Launch] | None = None
+
+
+_making = _Making()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, which a recording hears of."""
+    t = torch.empty(shape, dtype=dtype, device=device)
+    if _making.made is not None and _making.launches is not None:
+        like = (tuple(t.shape), t.stride(), dtype)
+        _making.made.append((len(_making.launches), _Made(t.data_ptr(), t.numel() * t.element_size(), like)))
+    return t
+
+
+class _Stage(NamedTuple):
+    """Launches between which nothing is made or dropped. fresh: what is allocated before them; offsets: of each of those, where
+    its parts begin; gone: places, among all that was allocated, of what nobody reads any more."""
+
+    fresh: tuple[tuple[Any, ...], ...]
+    offsets: tuple[tuple[int, ...], ...]
+    launches: Parameters
+    gone: tuple[int, ...]
+
+
+class StagedTape:
+    """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device, and are
+    None in the same places."""
+
+    __slots__ = ("_current", "_empty", "_index", "_results", "_stages", "_stream")
+
+    def __init__(self, stages: Sequence[_Stage], results: Sequence[int], device: torch.device) -> None:
+        self._stages, self._results, self._index = stages, results, device.index
+        self._empty = _allocator(device)
+        self._stream: Callable[[int], int] = driver.active.get_current_stream
+        self._current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """What the call gave, None where it gave None; None where this call must go the long way: an unaligned address, another
+        current device, someone who listens to launches, a thread that has not used the device yet."""
+        index = self._index
+        if self._current() != index or any(_hooks()):
+            return None
+        at = [t.data_ptr() for t in inputs if t is not None]
+        if reduce(or_, at) & 15:
+            return None
+        stream, empty = self._stream(index), self._empty
+        made: list[Tensor | None] = []
+        for fresh, offsets, launches, gone in self._stages:
+            for like, places in zip(fresh, offsets, strict=True):
+                t = empty(*like)
+                made.append(t)
+                base = t.data_ptr()
+                at += [base + offset for offset in places]
+            if not launches.play(at, stream):  # only the first of a thread's
+                return None
+            for i in gone:
+                made[i] = None
+        return [None if i < 0 else made[i] for i in self._results]
+
+
+def record_stages(
+    call: Callable[[], Sequence[Tensor | None]], inputs: Sequence[Tensor | None], device: torch.device
+) -> tuple[Sequence[Tensor | None], StagedTape | None]:
+    """Runs `call`, which makes all its memory by `empty`, and returns some of it; and its tape, or None where it has none.
+
+    It has none for the reasons of `launch.record`, and where one tensor is returned twice.
+    """
+    with recorded() as launches:
+        before = _making.made, _making.launches
+        _making.made, _making.launches = [], launches
+        try:
+            results = call()
+            made = _making.made
+        finally:
+            _making.made, _making.launches = before
+    found = _stages_of(launches, made, [t for t in inputs if t is not None], results)
+    return results, None if found is None else StagedTape(*found, device)
+
+
+Place = tuple[int, int]
+"""Where an argument lies: (input, -1), or (number of what was made, offset)."""
+
+
+def _stages_of(
+    launches: list[Any], made: list[tuple[int, _Made]], inputs: Sequence[Tensor], results: Sequence[Tensor | None]
+) -> tuple[list[_Stage], list[int]] | None:  # fmt: skip
+    own = [t.data_ptr() for t in inputs]
+    if not launches or len(set(own)) != len(own) or any(a % 16 for a in own):
+        return None
+    used: list[list[Place | None]] = []
+    first, last = [len(launches)] * len(made), [-1] * len(made)
+    for n, one in enumerate(launches):
+        row: list[Place | None] = []
+        for t in (*(d.base for d in one.descriptors), *one.memory):
+            place = None if t is None else _place(t.data_ptr(), own, made, n)
+            if t is not None and place is None:
+                return None
+            row.append(place)
+            if place is not None and place[1] >= 0:
+                first[place[0]], last[place[0]] = min(first[place[0]], n), n
+        used.append(row)
+    given: list[int] = []
+    for t in results:
+        found = (-1, 0) if t is None else _place(t.data_ptr(), [], made, len(launches))
+        if found is None or (t is not None and (found[1] != 0 or _like(t) != made[found[0]][1].like)):
+            return None
+        given.append(found[0])
+    kept = [i for i in given if i >= 0]
+    if len(set(kept)) != len(kept) or any(last[i] < 0 for i in kept):
+        return None
+    blocks = _blocks([m.size for _, m in made], first, last, given, len(launches))
+    return _lay_out(launches, used, [m for _, m in made], blocks, given, len(own))
+
+
+def _like(t: Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.stride(), t.dtype
+
+
+def _place(address: int, own: list[int], made: list[tuple[int, _Made]], launch: int) -> Place | None:
+    """Of an argument of that launch. Memory may have been freed and made anew, so the latest counts."""
+    if address in own:
+        return own.index(address), -1
+    for i in reversed(range(len(made))):
+        before, m = made[i]
+        if before <= launch and m.address <= address < m.address + max(m.size, 1):
+            return i, address - m.address
+    return None
+
+
+class _Block(NamedTuple):
+    """Tensors that are allocated as one before launch `begin` and dropped behind launch `end`."""
+
+    begin: int
+    end: int
+    members: list[int]
+
+
+def _blocks(sizes: list[int], first: list[int], last: list[int], given: list[int], launches: int) -> list[_Block]:
+    """Results are tensors of their own; workspaces that live equally long share a block."""
+    spaces = [i for i in range(len(sizes)) if i not in given and last[i] >= 0]
+    small = sum(sizes[i] for i in spaces) <= ONE_BLOCK
+    spans: dict[tuple[int, int], list[int]] = {}
+    for i in spaces:
+        spans.setdefault((0, launches - 1) if small else (first[i], last[i]), []).append(i)
+    blocks = [_Block(0 if small else first[i], launches, [i]) for i in given if i >= 0]
+    blocks += [_Block(*span, members) for span, members in spans.items()]
+    return sorted(blocks, key=lambda b: b.begin)
+
+
+def _lay_out(
+    launches: list[Any], used: list[list[Place | None]], made: list[_Made], blocks: list[_Block], given: list[int], inputs: int
+) -> tuple[list[_Stage], list[int]] | None:
+    slot: dict[Place, int] = {}  # in the list of addresses
+    likes: list[tuple[Any, ...]] = []
+    offsets: list[tuple[int, ...]] = []
+    wanted = sorted({p for row in used for p in row if p is not None and p[1] >= 0})
+    for block in blocks:
+        base, begins = 0, []
+        for i in block.members:
+            for p in wanted:
+                if p[0] == i:
+                    slot[p] = inputs + len(slot)
+                    begins.append(base + p[1])
+            base += -(-made[i].size // _ALIGNED) * _ALIGNED
+        offsets.append(tuple(begins))
+        likes.append(made[block.members[0]].like if block.end == len(launches) else ((base,), (1,), torch.uint8))
+    library = find_driver()
+    kernels = []
+    for one, row in zip(launches, used, strict=True):
+        places = [-1 if p is None else p[0] if p[1] < 0 else slot[p] for p in row]
+        kernel = None if library is None else kernel_of(one, places, library)
+        if library is None or kernel is None:
+            return None
+        kernels.append(kernel)
+    assert library is not None  # for the type checker
+    cuts = sorted({0, len(launches), *(b.begin for b in blocks), *(min(b.end + 1, len(launches)) for b in blocks)})
+    stages = []
+    for begin, end in itertools.pairwise(cuts):
+        mine = [i for i, b in enumerate(blocks) if b.begin == begin]
+        gone = tuple(i for i, b in enumerate(blocks) if b.end == end - 1)
+        fresh, where = tuple(likes[i] for i in mine), tuple(offsets[i] for i in mine)
+        stages.append(_Stage(fresh, where, Parameters(kernels[begin:end], library), gone))
+    return stages, [-1 if i < 0 else next(n for n, b in enumerate(blocks) if b.members == [i]) for i in given]
