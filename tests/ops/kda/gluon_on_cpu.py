@@ -213,9 +213,9 @@ _copies = SimpleNamespace(
 )  # fmt: skip
 
 
-def load(*modules: ModuleType) -> dict[str, Any]:
+def load(*modules: ModuleType, names: dict[str, Any] | None = None) -> dict[str, Any]:
     """The names of Gluon modules, one source after the other, with torch under them."""
-    names = {"gl": _language, "gluon": SimpleNamespace(jit=lambda f=None, **options: f or (lambda g: g)),
+    names = (names or {}) | {"gl": _language, "gluon": SimpleNamespace(jit=lambda f=None, **options: f or (lambda g: g)),
              "async_copy": _copies, "mma_v2": _mma, "PropagateNan": SimpleNamespace(ALL=None)}  # fmt: skip
     for module in modules:
         assert module.__file__ is not None

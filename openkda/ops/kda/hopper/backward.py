@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openkda.ops.kda.hopper import installed
+from openkda.ops.kda.hopper import HEAD, MAX_SEQUENCES, installed
 from openkda.ops.kda.triton.launch import Args, Limited
 from openkda.ops.kda.triton.prepare import BETA_FLOOR
 from openkda.ops.triton.api import launch, padded, steps_of
 
+BOUNDED = 2  # the gate's number in `Args`
 REGISTERS = 168  # a thread: three programs of four warps an SM
 
 
@@ -28,6 +29,28 @@ def fits(a: Args) -> bool:
 def fits_products(a: Args, do: Tensor | None) -> bool:
     """Whether `launch_products` can too: with the output's gradient, for 128 value channels."""
     return do is not None and a.v.shape[-1] == 128 and fits(a) and _walkable(a.v) and _walkable(do)
+
+
+def fits_walks(a: Args, do: Tensor | None, chain: Tensor | None) -> bool:
+    """Whether `walk` can run for this call: what the Hopper forward takes, and no positions.
+
+    Scores are float16 with the scale inside: far below the usual 1 / sqrt(128) their small ones would lose bits.
+    """
+    B, T, _, HV, K, V = a.sizes
+    return (
+        K == V == HEAD
+        and chain is None
+        and do is not None
+        and do.dtype == torch.bfloat16
+        and all(x.dtype == torch.bfloat16 for x in (a.q, a.k, a.v, a.g))
+        and a.gate == BOUNDED
+        and a.sigmoid
+        and not a.v_first
+        and 2.0**-6 <= a.scale <= 16.0
+        and (a.cu is None or a.num_sequences <= MAX_SEQUENCES)
+        and 3 * HV * (B * T + 64 * a.num_sequences) < 2**31  # rows of the workspace
+        and fits(a)
+    )
 
 
 def _walkable(t: Tensor) -> bool:

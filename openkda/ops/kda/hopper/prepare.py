@@ -19,6 +19,7 @@ from openkda.ops.kda.hopper.factors import (
     FLAT2,
     FLAT3,
     FR,
+    M3,
     S64,
     _clean,
     _columns,
@@ -72,9 +73,10 @@ def _store_quarters(tm_desc, ws, tm_s):
 @gluon.jit
 def _prepare_chunk(
     q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
-    slot, hv, row0, n, groups, HV, scale, bound,
+    slot, hv, row0, n, groups, HV, scale, bound, norm_ptr, NORMS: gl.constexpr = False,
 ):  # fmt: skip
-    """Factors of one chunk and value head. What each tile of shared memory holds, in this order:
+    """Factors of one chunk and value head; NORMS: and what its keys and queries were multiplied by. What each tile of shared
+    memory holds, in this order:
 
     g      g   decays                   M, T -> memory
     k      k              Kt -> memory
@@ -124,8 +126,14 @@ def _prepare_chunk(
     if n < 64:
         _clean(k_s, n, 0.0)
         _clean(q_s, n, 0.0)
-    rq = scale * _rsqrt(_square_norm(q_s) + 1e-6)
+    rq = _rsqrt(_square_norm(q_s) + 1e-6)
     rk = _rsqrt(_square_norm(k_s) + 1e-6)
+    if NORMS:
+        tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, M3)))[:, None]
+        at = norm_ptr + (tile * 48 + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :])
+        gl.store(at, rk, mask=tile * 16 < n)
+        gl.store(at + 16, rq, mask=tile * 16 < n)
+    rq = scale * rq
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
     _columns(g_s, k_s, rk, kc_s)
@@ -169,11 +177,43 @@ def kda_prepare_kernel(
             slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
             _prepare_chunk(
                 q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
-                groups, HV, scale, bound,
+                groups, HV, scale, bound, dec_ptr,
             )  # fmt: skip
     else:
         slot, hv, row0, n = _locate(item, 0, cu_ptr, HV, T, VARLEN)
         _prepare_chunk(
             q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
-            groups, HV, scale, bound,
+            groups, HV, scale, bound, dec_ptr,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["T", "n_seqs", "tiles"])
+def kda_prepare_backward_kernel(
+    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, ranks_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr, norm_ptr,
+    HV, groups, T, n_seqs, tiles, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
+):  # fmt: skip
+    """The same, and norm [HV, tiles, 3, 16], in its first rows what keys and queries were multiplied by; in order of chunks."""
+    item = gl.program_id(0)
+    upto = 0
+    last = 0
+    if VARLEN:
+        upto = chunks_before(cu_ptr, n_seqs, NP)
+        last = gl.max(upto, axis=0) * HV
+        if item == 0:
+            write_ranks(ranks_ptr, cu_ptr, n_seqs, NP)
+    else:
+        last = item + 1
+    if item < last:
+        slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
+        if VARLEN:
+            seq = gl.sum((upto <= slot).to(gl.int32), axis=0)
+            start = gl.load(cu_ptr + seq).to(gl.int32)
+            tile = start // 16 + seq + (row0 - start) // 16
+        else:
+            per = (T + 63) // 64
+            tile = slot // per * ((T + 15) // 16) + slot % per * 4
+        norm_ptr += (hv * tiles + tile).to(gl.int64) * 48
+        _prepare_chunk(
+            q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n, groups, HV,
+            scale, bound, norm_ptr, True,
         )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Host side of the backward's first stages on Hopper: factors of chunks of 64 as the forward has them, then both walks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openkda.ops.kda.hopper import HEAD
+from openkda.ops.kda.hopper.launch import (
+    _HALF,
+    _ROWS,
+    _descriptor,
+    _launch,
+    _Operands,
+    _Place,
+    _rows,
+    _sm_count,
+    _tiles,
+)
+from openkda.ops.kda.hopper.prepare import kda_prepare_backward_kernel
+from openkda.ops.kda.hopper.replay import kda_replay_kernel
+from openkda.ops.kda.hopper.reverse import kda_reverse_kernel
+from openkda.ops.kda.hopper.schedule import CHUNK, SLOT_BYTES, is_split, padded_count
+from openkda.ops.kda.triton.launch import Args
+from openkda.ops.triton.api import dense, empty
+
+
+def walk(
+    a: Args, do: Tensor, ds1: Tensor | None, slots: int, tiles: int, token: Tensor, u: Tensor, dd: Tensor, s: Tensor,
+    ds: Tensor, u_unit: Tensor, dd_unit: Tensor, s_unit: Tensor, ds_unit: Tensor, ds0: Tensor | None,
+) -> None:  # fmt: skip
+    """Fills what `triton/walks.py` fills, for two blocks of 64 value channels, and the norms of keys and queries in `token`."""
+    B, T, _, HV, *_ = a.sizes
+    N, packed, index = a.num_sequences, a.cu is not None, do.device.index
+    w = _prepare(a, slots, tiles, token)
+    split = is_split(N * HV, _sm_count(index))
+    grid = (N * HV * (2 if split else 1), 1)
+    rows, sizes = [CHUNK, 64], (T, B * T, slots, tiles)
+    states = HV * slots * HEAD
+    ds1, s0 = (None if x is None else dense(x.float()) for x in (ds1, a.state))
+    some = w.decay  # read by nobody
+    tokens = lambda x: _descriptor(x, B * T, HV * HEAD, HV * HEAD, rows, _HALF)  # noqa: E731
+    _launch(
+        kda_reverse_kernel, grid,
+        (*w.descriptors, _tiles(_rows(do), rows, _HALF), tokens(dd),
+         _descriptor(ds, states, HEAD, HEAD, [CHUNK, HEAD], _HALF)),
+        (w.decay, w.ranks, dd, dd_unit, ds_unit, some if ds1 is None else ds1, some if ds0 is None else ds0),
+        (HV,), (*sizes, max(a.scale, 1.0)), (ds1 is not None, ds0 is not None, packed, split), index,
+    )  # fmt: skip
+    _launch(
+        kda_replay_kernel, grid,
+        (*w.descriptors, _tiles(_rows(a.v), rows, _HALF), tokens(u),
+         _descriptor(s, states, HEAD, HEAD, [CHUNK, HEAD], _HALF)),
+        (w.decay, w.ranks, u, u_unit, s_unit, some if s0 is None else s0),
+        (HV,), sizes, (s0 is not None, packed, split), index,
+    )  # fmt: skip
+
+
+def _prepare(a: Args, slots: int, tiles: int, token: Tensor) -> _Operands:
+    _, T, H, HV, *_ = a.sizes
+    N, packed, device = a.num_sequences, a.cu is not None, a.q.device
+    count = slots * HV
+    padded = padded_count(N) if packed else 16
+    workspace = empty((count * SLOT_BYTES + 16 * padded + 16,), torch.uint8, device)
+    at = workspace.data_ptr()
+    rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
+    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
+    descriptors = (
+        _descriptor(rows, count * 3 * CHUNK, HEAD, HEAD, [CHUNK, HEAD], _ROWS),
+        _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
+    )
+    block = [CHUNK, HEAD]
+    A_log, dt_bias = (torch.zeros(HV * HEAD, device=device) if x is None else x for x in (a.A_log, a.dt_bias))
+    beta = dense(a.beta)
+    _launch(
+        kda_prepare_backward_kernel, (count, 1),
+        (*(_tiles(_rows(x), block, _ROWS) for x in (a.q, a.k, a.g)), *descriptors),
+        (decay, ranks, beta, A_log, dt_bias, beta if a.cu is None else a.cu, token),
+        (HV, HV // H), (T, N, tiles, a.scale, a.bound), (packed, padded), device.index,
+    )  # fmt: skip
+    return _Operands(workspace, descriptors, decay, ranks)
