@@ -6,7 +6,7 @@
 The model is the preset "100m" with a vocabulary of 32,768 (9 KDA and 3 Gated MLA layers); the text is the Python standard
 library's source as bytes, packed into windows of 8,192 tokens with document borders kept. Both runs go through
 `openkda.training.train` with the same seed: float32 parameters, bfloat16 autocast, Muon and AdamW. For the peer the layers'
-`kda`, `short_convs`, `rms_norm` and `gated_rms_norm` are fla's functions; everything else is the same code.
+`kda`, `short_convs` and the norms are fla's functions; everything else is the same code.
 
 Time is that of whole optimizer steps, median after the warm-up. MFU counts 6 FLOPs a matrix parameter and token, causal
 attention inside each document, and 21 K V a head and token for KDA's recurrence, over the data sheet's dense bfloat16 peak.
@@ -132,6 +132,10 @@ def fla_ops() -> Iterator[None]:
         y = rms_norm(x, weight, None, eps=eps)
         return y if dtype is None else y.to(dtype)
 
+    def added(x: Tensor, a: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        y, total = rms_norm(a, weight, None, residual=x, eps=eps, prenorm=True)
+        return total, y if dtype is None else y.to(dtype)
+
     def gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm_gated(x, gate, weight, None, activation="sigmoid", eps=eps)
 
@@ -140,6 +144,7 @@ def fla_ops() -> Iterator[None]:
             ("kda.kda", kda),
             ("kda.short_convs", convs),
             ("norm.rms_norm", plain),
+            ("norm.add_rms_norm", added),
             ("norm.gated_rms_norm", gated),
         ):
             stack.enter_context(mock.patch(f"openkda.layers.{name}", function))

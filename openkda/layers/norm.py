@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from openkda.layers.parameters import Float32Parameters, fill_constant
 from openkda.ops.device.api import autocast_dtype
-from openkda.ops.norm.api import gated_rms_norm, rms_norm
+from openkda.ops.norm.api import add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -27,8 +27,11 @@ class RMSNorm(nn.Module):
     def init_parameters(self, generator: torch.Generator | None) -> None:
         fill_constant(self.weight, 1.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, dtype=autocast_dtype(x))
+    def forward(self, x: Tensor, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x; with a, what the last sublayer adds to a residual stream: (x + a, the norm of that)."""
+        if a is None:
+            return rms_norm(x, self.weight, self.eps, dtype=autocast_dtype(x))
+        return add_rms_norm(x, a, self.weight, self.eps, dtype=autocast_dtype(x))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -77,27 +77,33 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
+        due: Tensor | None,
         bank: ResidualBank | None,
         *,
         state: LayerState | None,
         cu_seqlens: Tensor | None,
         return_state: bool,
-    ) -> tuple[Tensor, ResidualBank | None, LayerState | None]:
-        """x [B, T, D] running sum, bank of finished sums (None: plain residuals) -> both after this layer, and its state."""
-        h = self._read(x, bank, 0)
-        a, state = self.self_attn(
-            self.input_layernorm(h), state=state, cu_seqlens=cu_seqlens, return_state=return_state
-        )
+    ) -> tuple[Tensor, Tensor, ResidualBank | None, LayerState | None]:
+        """x [B, T, D] running sum, due [B, T, D] what the sublayer before has still to add to it (norms do, in the same pass),
+        bank of finished sums (None: plain residuals) -> all three after this layer, and its state."""
+        x, h = self._read(x, due, bank, 0)
+        a, state = self.self_attn(h, state=state, cu_seqlens=cu_seqlens, return_state=return_state)
         if bank is not None and self.starts_block:
-            bank, x = bank.push(x, self.layer_idx), a.to(x.dtype)  # autocast: the stream stays as wide as it began
-        else:
-            x = x + a
-        h = self._read(x, bank, 1)
-        return x + getattr(self, self.mlp_name)(self.post_attention_layernorm(h)), bank, state
+            bank, x, a = (
+                bank.push(x, self.layer_idx),
+                a.to(x.dtype),
+                None,
+            )  # autocast: the stream stays as wide as it began
+        x, h = self._read(x, a, bank, 1)
+        return x, getattr(self, self.mlp_name)(h), bank, state
 
-    def _read(self, x: Tensor, bank: ResidualBank | None, which: int) -> Tensor:
-        """Input of the attention (which = 0) or feed-forward sublayer (1)."""
-        return x if bank is None else bank.read(x, 2 * self.layer_idx + which, *self.residual_reader(which))
+    def _read(self, x: Tensor, due: Tensor | None, bank: ResidualBank | None, which: int) -> tuple[Tensor, Tensor]:
+        """The sum x + due, and what the attention (which = 0) or feed-forward sublayer (1) reads."""
+        norm = self.post_attention_layernorm if which else self.input_layernorm
+        if bank is None:
+            return (x, norm(x)) if due is None else norm(x, due)
+        x = x if due is None else x + due
+        return x, norm(bank.read(x, 2 * self.layer_idx + which, *self.residual_reader(which)))
 
     def residual_reader(self, which: int) -> tuple[RMSNorm, PseudoQuery]:
         if which == 0:
@@ -126,17 +132,22 @@ class HybridModel(nn.Module):
         self, input_ids: Tensor, *, state: ModelState | None, cu_seqlens: Tensor | None, return_state: bool
     ) -> tuple[Tensor, ModelState | None]:
         x = input_ids if input_ids.is_floating_point() else self.embed_tokens(input_ids)
-        bank = self._bank(x)
+        bank, due = self._bank(x), None
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         states: list[LayerState] = []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state[i]
             run = partial(layer, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
-            recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-            x, bank, after = checkpoint(run, x, bank, use_reentrant=False) if recompute else run(x, bank)
+            if recompute:
+                x, due = x if due is None else x + due, None  # kept between layers: one tensor, not two
+                x, due, bank, after = checkpoint(run, x, due, bank, use_reentrant=False)
+            else:
+                x, due, bank, after = run(x, due, bank)
             states.append(after)
         if bank is not None:
-            x = bank.read(x, 2 * len(self.layers), self.output_attn_res_norm, self.output_attn_res_proj)
-        return self.norm(x), tuple(states) if return_state else None
+            x = x if due is None else x + due
+            x, due = bank.read(x, 2 * len(self.layers), self.output_attn_res_norm, self.output_attn_res_proj), None
+        return self.norm(x) if due is None else self.norm(x, due)[1], tuple(states) if return_state else None
 
     def _bank(self, x: Tensor) -> ResidualBank | None:
         """An empty bank; with the queries of all sublayers where the two-phase form of Attention Residuals pays."""

@@ -203,6 +203,9 @@ def norm_launches() -> list[Launch]:
         for wide in (x, empty(8192, 7168, dtype=torch.float32)):
             launch.norm(wide, None, w, 1e-5, torch.bfloat16)
             launch.norm_gradient(x, wide, None, w, 1e-5)
+            launch.add_norm(wide, x, w, 1e-5, torch.bfloat16)
+            launch.add_norm_gradient(x, wide, wide, w, 1e-5, torch.bfloat16)
+            launch.add_norm_gradient(x, None, wide, w, 1e-5, torch.bfloat16)
         x, w = empty(8192, 96, 128), empty(128, dtype=torch.float32)
         launch.norm(x, x, w, 1e-5, torch.bfloat16)
         launch.norm_gradient(x, x, x, w, 1e-5)

@@ -1,6 +1,7 @@
 """The contract of the norms. All of them compute in float32 (float64 for float64 input), whatever the input's dtype.
 
     rms_norm         y = cast(x / sqrt(mean(x^2) + eps)) * weight
+    add_rms_norm     the same of x + a, and that sum
     gated_rms_norm   y = cast(x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate))
     l2norm           y = cast(x / sqrt(sum(x^2) + 1e-6))
 
@@ -22,13 +23,13 @@ from torch.nn import Parameter
 
 from openkda.ops.device.api import Repeated, choose_module
 
-__all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "gated_rms_norm", "l2norm", "rms_norm"]
+__all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "add_rms_norm", "gated_rms_norm", "l2norm", "rms_norm"]
 
 L2NORM_EPS = 1e-6
 """Added to the sum of squares."""
 
 IMPLEMENTATIONS = ("triton", "reference")
-"""In order of preference. Each is a module of this folder with `refusals(x)`, `rms_norm` and `gated_rms_norm`."""
+"""In order of preference. Each is a module of this folder with `refusals(x)`, `rms_norm`, `add_rms_norm`, `gated_rms_norm`."""
 
 LONGEST = 1e10
 """Up to this length of a row float32 holds its squares and, for the gradient, the cube of its inverse length."""
@@ -63,6 +64,34 @@ def rms_norm(
     seen = CALLS.seen(key)
     module = CALLS.module(key, lambda: _checked(x, (), weight, eps, impl))
     return module.rms_norm(x, weight, eps, x.dtype if dtype is None else dtype, seen)
+
+
+def add_rms_norm(
+    x: Float[Tensor, "... D"],
+    a: Float[Tensor, "... D"],
+    weight: Float[Tensor, " D"],
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... D"]]:
+    """A residual stream and what is added to it: (x + a, rms_norm(x + a)). On a GPU one pass each way, where torch makes three.
+
+    Args: a: [..., D], any float dtype; the rest as `rms_norm`. dtype: of the norm.
+    Returns: the sum, in the dtype of torch's x + a, and its norm. Raises: ValueError or TypeError.
+    """
+    _check_float("a", a)
+    plain = impl is None and (
+        x.is_cpu or not torch.is_grad_enabled() or torch.promote_types(x.dtype, a.dtype) != x.dtype
+    )
+    if plain:  # without gradients the norm's own launch is repeated at less cost to the host
+        total = x + a
+        return total, rms_norm(total, weight, eps, dtype=dtype)
+    if a.shape != x.shape or a.device != x.device:
+        raise ValueError(f"a: expected {list(x.shape)} on {x.device}, as x, received {list(a.shape)} on {a.device}")
+    module = _checked(x, (), weight, eps, impl)
+    found: tuple[Tensor, Tensor] = module.add_rms_norm(x, a, weight, eps, x.dtype if dtype is None else dtype)
+    return found
 
 
 def gated_rms_norm(

@@ -21,6 +21,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, key: obj
     return (_normalised(x, eps).to(x.dtype) * weight).to(x.dtype).to(dtype)
 
 
+def add_rms_norm(x: Tensor, a: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `api.add_rms_norm`."""
+    total = x + a
+    return total, rms_norm(total, weight, eps, dtype, None)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, key: object) -> Tensor:
     """See `api.gated_rms_norm`."""
     y = _normalised(x, eps)

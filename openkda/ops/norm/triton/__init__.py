@@ -29,6 +29,14 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, key: Any
     return _norm(x, gate, weight, eps, x.dtype, key)
 
 
+def add_rms_norm(x: Tensor, a: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `api.add_rms_norm`."""
+    from openkda.ops.norm.triton import launch
+
+    total, y = launch.add_norm_op(x, a, weight, eps, dtype)
+    return total, y
+
+
 def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, key: Any) -> Tensor:
     from openkda.ops.norm.triton import launch
 
