@@ -18,6 +18,9 @@ from openkda.testing.runs import gradients
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOKENS = ("q", "k", "v", "g", "beta")
+SIZES: dict[str, Any] = {"H": 1, "HV": 2, "K": 16, "V": 24}
+"""Of most checks: every other combination of sizes and options is seven kernels to compile on a GPU, which takes longer than
+the check."""
 
 # Goals against float64 on the same rounded inputs. 16 bits, measured on an H200: 2e-3 to 4e-3 of each, of which the
 # rounding of the result is 1.7e-3 (bfloat16). A gate's or beta's gradient is a difference of two such numbers.
@@ -92,7 +95,7 @@ def check_case(case: KDACase, device: str, dtype: torch.dtype, impl: str = "trit
 
 def check_packs(device: str, dtype: torch.dtype, lengths: tuple[int, ...] = (0, 1, 18, 0, 2)) -> None:
     """Members that are empty, of one token, with a partial last chunk; grouped heads; every member as if alone."""
-    x = make_inputs(1, lengths=lengths, H=1, HV=2, K=16, V=24, gate="bounded").to(dtype=dtype, device=device)
+    x = make_inputs(1, lengths=lengths, **SIZES, gate="bounded").to(dtype=dtype, device=device)
     got = gradients(x, impl="triton")
     check_gradients("pack", got, reference(x), limits(dtype))
     start = 0
@@ -115,7 +118,7 @@ def check_packs(device: str, dtype: torch.dtype, lengths: tuple[int, ...] = (0, 
 
 def check_strided_offsets(device: str, dtype: torch.dtype) -> None:
     """Offsets may be a column of a table: the same bits."""
-    x = make_inputs(1, lengths=(5, 0, 18), H=1, K=16, gate="bounded").to(dtype=dtype, device=device)
+    x = make_inputs(1, lengths=(5, 0, 18), **SIZES, gate="bounded").to(dtype=dtype, device=device)
     want, cu = gradients(x, impl="triton"), x.options["cu_seqlens"]
     column = torch.stack([cu, torch.full_like(cu, 7)], 1)[:, 0]
     got = gradients(replace(x, options={**x.options, "cu_seqlens": column}), impl="triton")
@@ -126,12 +129,12 @@ def check_strided_offsets(device: str, dtype: torch.dtype) -> None:
 def check_upstream(device: str, dtype: torch.dtype) -> None:
     """Upstream gradients as autograd hands them on: the expanded scalar of sum(), a transposed one, slices of one buffer;
     inputs that are slices of a fused projection."""
-    x = make_inputs(2, B=1, T=17, H=1, HV=2, K=16, gate="bounded").to(dtype=dtype, device=device)
+    x = make_inputs(2, B=1, T=17, **SIZES, gate="bounded").to(dtype=dtype, device=device)
     x.do = torch.full_like(x.do, 0.5)
     want = gradients(x, impl="triton")
-    fused = torch.full((1, 17, 2, 80), float("nan"), device=device, dtype=dtype)
-    leaves = {"q": fused[:, :, :1, :16], "k": fused[:, :, :1, 16:32], "v": fused[..., 32:48], "g": fused[..., 48:64],
-              "beta": fused[..., 70]}  # fmt: skip
+    fused = torch.full((1, 17, 2, 96), float("nan"), device=device, dtype=dtype)
+    leaves = {"q": fused[:, :, :1, :16], "k": fused[:, :, :1, 16:32], "v": fused[..., 32:56], "g": fused[..., 64:80],
+              "beta": fused[..., 86]}  # fmt: skip
     for n, view in leaves.items():
         view.copy_(getattr(x, n))
     leaves = {n: t.detach().requires_grad_() for n, t in leaves.items()}
@@ -140,7 +143,7 @@ def check_upstream(device: str, dtype: torch.dtype) -> None:
     scalar = torch.tensor(0.5, device=device, dtype=dtype).expand_as(out.output)
     transposed = x.do.transpose(1, 3).contiguous().transpose(1, 3)
     state = x.dS.transpose(-1, -2).contiguous().transpose(-1, -2)
-    for do, dS in ((scalar, x.dS), (transposed, state), (torch.cat([x.do, x.do], -1)[..., 16:], x.dS)):
+    for do, dS in ((scalar, x.dS), (transposed, state), (torch.cat([x.do, x.do], -1)[..., 24:], x.dS)):
         ends, given = (out.output, out.final_state), (do, dS)
         got = torch.autograd.grad(ends, list(leaves.values()), given, retain_graph=True)
         for n, g in zip(leaves, got, strict=True):
@@ -149,7 +152,7 @@ def check_upstream(device: str, dtype: torch.dtype) -> None:
 
 def check_one_end(device: str, dtype: torch.dtype, T: int = 70) -> None:
     """Only through the output, only through the final state: the other counts as zero. One gradient can be asked for alone."""
-    x = make_inputs(3, T=T, K=16, gate="softplus").to(dtype=dtype, device=device)
+    x = make_inputs(3, T=T, **SIZES, gate="softplus").to(dtype=dtype, device=device)
     for end in ("output", "final_state"):
         zero = replace(x, dS=torch.zeros_like(x.dS)) if end == "output" else replace(x, do=torch.zeros_like(x.do))
         want = reference(zero)
@@ -179,7 +182,7 @@ def check_extreme_gates(device: str, dtype: torch.dtype, T: int = 70) -> None:
         ("A_log 90, softplus", "softplus", "random", 90.0),
         ("hard forgetting", None, "hard", None),
     ):
-        x = make_inputs(4, T=T, K=16, gate=gate, decay=decay).to(dtype=dtype, device=device)
+        x = make_inputs(4, T=T, **SIZES, gate=gate, decay=decay).to(dtype=dtype, device=device)
         if A is not None:
             assert isinstance(x.gate, BoundedGate | SoftplusGate) and x.gate.A_log is not None
             x.gate.A_log.fill_(A)  # e^90 is no float32
@@ -199,7 +202,7 @@ def check_extreme_gates(device: str, dtype: torch.dtype, T: int = 70) -> None:
 def check_write_strengths(device: str, dtype: torch.dtype, T: int = 70) -> None:
     """beta in [-0.25, 1.25], and 0 or next to nothing at some tokens: the walks divide by it. Nobody checks values unasked."""
     for gate in ("bounded", None):
-        x = make_inputs(15, T=T, H=1, HV=2, K=16, gate=gate)
+        x = make_inputs(15, T=T, **SIZES, gate=gate)
         x.beta = 1.5 * x.beta - 0.25
         x.beta[:, 1::5], x.beta[:, 2::5] = 0, 1e-20
         x = x.to(dtype=dtype, device=device)
@@ -243,39 +246,39 @@ def check_future(
 
 def check_positions(device: str, dtype: torch.dtype, T: int = 70) -> None:
     """Through the states at chosen tokens: twice at one of them, at the first and last of a sequence, in a batch and in a
-    pack with empty members, V-first, with and without the other ends."""
-    for lengths in (None, (0, T, 1, 0, 20)):
-        for v_first in (False, True):
-            sizes = {"B": 2, "T": T} if lengths is None else {"lengths": lengths}
-            x = make_inputs(8, H=1, HV=2, K=16, V=24, gate="softplus", use_qk_l2norm=True, **sizes)
-            x = x.to(dtype=dtype, device=device)
-            if v_first:
-                assert x.initial_state is not None
-                x.initial_state, x.dS = (s.transpose(-1, -2).contiguous() for s in (x.initial_state, x.dS))
-            at = torch.tensor([T - 1, 3, 16, 3, 0, T, T + 2], device=device)
-            dkept = torch.randn(7, *x.dS.shape[1:], generator=torch.Generator().manual_seed(0)).to(device)
-            for ends in ((0, 1, 2), (2,)) if not v_first else ((0, 2),):
-                found = []
-                for y, impl in ((x, "triton"), (x.to(dtype=torch.float64), "chunkwise")):
-                    y = y.to().requires_grad_()
-                    options = {**y.kwargs(), "state_positions": at, "state_v_first": v_first}
-                    out = kda(y.q, y.k, y.v, y.g, y.beta, **options, impl=impl)
-                    given = (y.do, y.dS, dkept.to(y.dS.dtype))
-                    named = y.tensors()
-                    grads = torch.autograd.grad(
-                        [out[i] for i in ends], list(named.values()), [given[i] for i in ends], allow_unused=True
-                    )
-                    found.append({f"d{n}": g for n, g in zip(named, grads, strict=True) if g is not None})
-                got, want = found
-                if 0 not in ends:  # q reads, it does not write
-                    got["dq"] = want["dq"] = want["dk"]
-                check_gradients(f"{lengths} {v_first} {ends}", got, want, limits(dtype))
+    pack with empty members, V-first or not, with and without the other ends (in pairs, not in all combinations: SIZES)."""
+    pack = (0, T, 1, 0, 20)
+    for lengths, v_first, ends in (
+        (None, False, (0, 1, 2)), (None, True, (2,)), (pack, False, (2,)), (pack, True, (0, 2)),
+    ):  # fmt: skip
+        sizes = {"B": 2, "T": T} if lengths is None else {"lengths": lengths}
+        x = make_inputs(8, **SIZES, gate="softplus", use_qk_l2norm=True, **sizes).to(dtype=dtype, device=device)
+        if v_first:
+            assert x.initial_state is not None
+            x.initial_state, x.dS = (s.transpose(-1, -2).contiguous() for s in (x.initial_state, x.dS))
+        at = torch.tensor([T - 1, 3, 16, 3, 0, T, T + 2], device=device)
+        dkept = torch.randn(7, *x.dS.shape[1:], generator=torch.Generator().manual_seed(0)).to(device)
+        found = []
+        for y, impl in ((x, "triton"), (x.to(dtype=torch.float64), "chunkwise")):
+            y = y.to().requires_grad_()
+            options = {**y.kwargs(), "state_positions": at, "state_v_first": v_first}
+            out = kda(y.q, y.k, y.v, y.g, y.beta, **options, impl=impl)
+            given = (y.do, y.dS, dkept.to(y.dS.dtype))
+            named = y.tensors()
+            grads = torch.autograd.grad(
+                [out[i] for i in ends], list(named.values()), [given[i] for i in ends], allow_unused=True
+            )
+            found.append({f"d{n}": g for n, g in zip(named, grads, strict=True) if g is not None})
+        got, want = found
+        if 0 not in ends:  # q reads, it does not write
+            got["dq"] = want["dq"] = want["dk"]
+        check_gradients(f"{lengths} {v_first} {ends}", got, want, limits(dtype))
 
 
 def check_key_lengths(device: str, dtype: torch.dtype, T: int = 70) -> None:
     """Without l2norm: rows of q and k whose lengths differ by 10^4, each key with the write strength that fits it."""
     for near in (False, True):
-        x = make_inputs(12, T=T, H=1, HV=2, K=16, V=24, gate="bounded", near_equal_keys=near)
+        x = make_inputs(12, T=T, **SIZES, gate="bounded", near_equal_keys=near)
         length = 10.0 ** (4 * torch.rand(2, 1, T, 1, 1, generator=torch.Generator().manual_seed(0)) - 2)
         x.q, x.k, x.v, x.beta = x.q * length[0], x.k * length[1], x.v * length[1], x.beta / length[1, ..., 0] ** 2
         x.do = x.do / length[0]
@@ -295,7 +298,7 @@ def check_refusals(device: str, dtype: torch.dtype) -> None:
     """The second derivative is refused in words."""
     import pytest
 
-    x = make_inputs(7, T=5, K=16).to(dtype=dtype, device=device).requires_grad_()
+    x = make_inputs(7, T=5, **SIZES).to(dtype=dtype, device=device).requires_grad_()
     out = kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="triton")
     (dk,) = torch.autograd.grad(out.output.float().square().sum(), x.k, create_graph=True)  # the first one is fine
     with pytest.raises(NotImplementedError, match=r"second derivative.*impl='reference'"):

@@ -267,44 +267,52 @@ def block_inputs(N: int, T: int, sizes: tuple[int, ...], W: int, rows: int, devi
     return tokens, weights, state
 
 
-def check_block(device: str, dtype: torch.dtype, gates: tuple[str, ...] = ("bounded", "softplus")) -> None:
-    """The fused step against the composition of its ops, with its roundings: fresh states, pools, every state."""
+def check_block(device: str, dtype: torch.dtype) -> None:
+    """The fused step against the composition of its ops, with its roundings: pools, every state, fresh states. Each of them and
+    each size meets both gates, in turns (the other half in bfloat16): every combination is a kernel to compile."""
     limit = {F32: 2e-5, BF16: 4e-3, F16: 1e-3}[
         dtype
     ]  # a rounding that falls the other way costs one unit: 2^-8 of bfloat16
-    for N, T, sizes, W in ((3, 1, (2, 2, 16, 16), 4), (2, 5, (1, 3, 24, 40), 3), (3, 2, (2, 2, 32, 16), 2)):
-        for kind in gates:
-            gate = make_inputs(0, T=1, H=sizes[0], HV=sizes[1], K=sizes[2], gate=kind).to(dtype=F32, device=device).gate
-            tokens, weights, state = block_inputs(N, T, sizes, W, 7, device, dtype)
-            slots = torch.tensor([5, -1, 2][:N], device=device)
-            outs = []
-            for impl in ("triton", "reference"):
-                pool = BlockState(*(t.clone() for t in state.tensors()))
-                with torch.no_grad():
-                    done = kda_block(*tokens, weights=weights, state=pool, gate=gate, slots=slots, impl=impl)
-                    every = kda_block(
-                        *tokens, weights=weights, state=state, gate=gate, slots=slots, keep="all", impl=impl
-                    )
-                    first = BlockState(*(t[:N].clone() for t in state.tensors()))
-                    fresh = kda_block(*tokens, weights=weights, state=first, gate=gate, impl=impl)
-                outs.append((done, pool, every, fresh))
-            (a, pa, ea, fa), (b, pb, eb, fb) = outs
-            live = slots >= 0
-            check_close("pool output", a.output, b.output, limit)
-            assert bool((a.output[~live] == 0).all())
-            check_close("states", ea.states[live], eb.states[live], limit)
-            check_close("fresh", fa.output, fb.output, limit)
-            for x, y, old in zip(pa.tensors(), pb.tensors(), state.tensors(), strict=True):
-                check_close("pool", x, y, limit)
-                assert torch.equal(x[[0, 1, 3, 4, 6]], old[[0, 1, 3, 4, 6]]), "a slot of nobody was written"
-            for x, y in zip(fa.state.tensors(), fb.state.tensors(), strict=True):
-                check_close("fresh state", x, y, limit)
+    for i, (N, T, sizes, W) in enumerate(
+        ((3, 1, (2, 2, 16, 16), 4), (2, 5, (1, 3, 24, 40), 3), (3, 2, (2, 2, 32, 16), 2))
+    ):
+        tokens, weights, state = block_inputs(N, T, sizes, W, 7, device, dtype)
+        slots = torch.tensor([5, -1, 2][:N], device=device)
+        live = slots >= 0
+        gates = [
+            make_inputs(0, T=1, H=sizes[0], HV=sizes[1], K=sizes[2], gate=kind).to(dtype=F32, device=device).gate
+            for kind in ("bounded", "softplus")
+        ]
+        turn = i + (dtype == BF16)
+        outs = []
+        for impl in ("triton", "reference"):
+            pool = BlockState(*(t.clone() for t in state.tensors()))
+            first = BlockState(*(t[:N].clone() for t in state.tensors()))
+            options: dict[str, Any] = {"weights": weights, "impl": impl}
+            one, other = gates[turn % 2], gates[(turn + 1) % 2]
+            assert one is not None and other is not None
+            with torch.no_grad():
+                done = kda_block(*tokens, state=pool, gate=one, slots=slots, **options)
+                every = kda_block(*tokens, state=state, gate=other, slots=slots, keep="all", **options)
+                fresh = kda_block(*tokens, state=first, gate=one if T > 1 else other, **options)
+            outs.append((done, pool, every, fresh))
+        (a, pa, ea, fa), (b, pb, eb, fb) = outs
+        for name, x, y in (("pool", a, b), ("every state's", ea, eb), ("fresh", fa, fb)):
+            check_close(f"{name} output", x.output, y.output, limit)
+        assert not a.output[~live].any() and not ea.output[~live].any()
+        check_close("states", ea.states[live], eb.states[live], limit)
+        for x, y, old in zip(pa.tensors(), pb.tensors(), state.tensors(), strict=True):
+            check_close("pool", x, y, limit)
+            assert torch.equal(x[[0, 1, 3, 4, 6]], old[[0, 1, 3, 4, 6]]), "a slot of nobody was written"
+        for x, y in zip(fa.state.tensors(), fb.state.tensors(), strict=True):
+            check_close("fresh state", x, y, limit)
 
 
 def check_commit(device: str, dtype: torch.dtype) -> None:
-    """The state of any accepted length, in any slot, is what a step over that many tokens leaves; nothing else is touched."""
+    """The state of any accepted length, in any slot, is what a step over that many tokens leaves; nothing else is touched.
+    Drafts longer and shorter than the convolutions' windows go through the same kernels."""
     limit = {F32: 2e-5, BF16: 4e-3, F16: 1e-3}[dtype]
-    for T, sizes, W in ((5, (1, 2, 24, 40), 4), (2, (2, 2, 16, 16), 4), (3, (2, 4, 16, 16), 2)):
+    for T, sizes, W in ((5, (2, 4, 24, 40), 4), (2, (2, 4, 24, 40), 4), (3, (2, 2, 16, 16), 2)):
         tokens, weights, state = block_inputs(4, T, sizes, W, 7, device, dtype)
         gate = (
             make_inputs(0, T=1, H=sizes[0], HV=sizes[1], K=sizes[2], gate="bounded").to(dtype=F32, device=device).gate
@@ -343,11 +351,11 @@ def check_conv_and_norms(device: str, dtype: torch.dtype) -> None:
             w = draw(40, W, dtype=F32)
             for cu in (None, torch.tensor([0, 0, 1, 3, 35, 35, 45], device=device)):
                 x = draw(2, 70, 40) if cu is None else draw(1, 45, 48)[..., :40]
-                for state in (None, draw(2 if cu is None else 6, 40, W - 1)):
-                    options: dict[str, Any] = {"initial_state": state, "output_final_state": True, "cu_seqlens": cu}
-                    a, b = (short_conv(x, w, impl=i, **options) for i in ("triton", "reference"))
-                    check_close("conv", a[0], b[0], limit)
-                    assert torch.equal(a[1], b[1])  # type: ignore[arg-type]
+                state = None if (W + (cu is None)) % 2 else draw(2 if cu is None else 6, 40, W - 1)
+                options: dict[str, Any] = {"initial_state": state, "output_final_state": True, "cu_seqlens": cu}
+                a, b = (short_conv(x, w, impl=i, **options) for i in ("triton", "reference"))
+                check_close("conv", a[0], b[0], limit)
+                assert torch.equal(a[1], b[1])  # type: ignore[arg-type]
             x, state = draw(5, 40), draw(5, 40, W - 1)
             a, b = (short_conv_step(x, w, state, impl=i) for i in ("triton", "reference"))
             check_close("conv step", a[0], b[0], limit)
