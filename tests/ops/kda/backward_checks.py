@@ -129,12 +129,12 @@ def check_strided_offsets(device: str, dtype: torch.dtype) -> None:
 def check_upstream(device: str, dtype: torch.dtype) -> None:
     """Upstream gradients as autograd hands them on: the expanded scalar of sum(), a transposed one, slices of one buffer;
     inputs that are slices of a fused projection."""
-    x = make_inputs(2, B=1, T=17, **SIZES, gate="bounded").to(dtype=dtype, device=device)
+    x = make_inputs(2, B=1, T=17, H=1, HV=2, K=16, gate="bounded").to(dtype=dtype, device=device)
     x.do = torch.full_like(x.do, 0.5)
     want = gradients(x, impl="triton")
-    fused = torch.full((1, 17, 2, 96), float("nan"), device=device, dtype=dtype)
-    leaves = {"q": fused[:, :, :1, :16], "k": fused[:, :, :1, 16:32], "v": fused[..., 32:56], "g": fused[..., 64:80],
-              "beta": fused[..., 86]}  # fmt: skip
+    fused = torch.full((1, 17, 2, 80), float("nan"), device=device, dtype=dtype)
+    leaves = {"q": fused[:, :, :1, :16], "k": fused[:, :, :1, 16:32], "v": fused[..., 32:48], "g": fused[..., 48:64],
+              "beta": fused[..., 70]}  # fmt: skip
     for n, view in leaves.items():
         view.copy_(getattr(x, n))
     leaves = {n: t.detach().requires_grad_() for n, t in leaves.items()}
@@ -143,7 +143,7 @@ def check_upstream(device: str, dtype: torch.dtype) -> None:
     scalar = torch.tensor(0.5, device=device, dtype=dtype).expand_as(out.output)
     transposed = x.do.transpose(1, 3).contiguous().transpose(1, 3)
     state = x.dS.transpose(-1, -2).contiguous().transpose(-1, -2)
-    for do, dS in ((scalar, x.dS), (transposed, state), (torch.cat([x.do, x.do], -1)[..., 24:], x.dS)):
+    for do, dS in ((scalar, x.dS), (transposed, state), (torch.cat([x.do, x.do], -1)[..., 16:], x.dS)):
         ends, given = (out.output, out.final_state), (do, dS)
         got = torch.autograd.grad(ends, list(leaves.values()), given, retain_graph=True)
         for n, g in zip(leaves, got, strict=True):
