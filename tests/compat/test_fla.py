@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import Any
 
@@ -135,6 +134,7 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"use_gate_in_kernel": True, "lower_bound": 0.0}, ValueError, "a number below 0"),
         ({"use_gate_in_kernel": True, "lower_bound": 1.0}, ValueError, "a number below 0"),
         ({"use_gate_in_kernel": True, "lower_bound": float("nan")}, ValueError, "a number below 0"),
+        ({"lower_bound": 1.0}, ValueError, "a number below 0"),  # beside an activated g, too
         (
             {"use_gate_in_kernel": True, "lower_bound": torch.tensor(-5.0)},
             TypeError,
@@ -242,23 +242,6 @@ def test_gate_of_published_code() -> None:
         fla.fused_kda_gate(g.unflatten(-1, (4, 16)))
 
 
-def test_positional_order_of_fla() -> None:
-    """The names that callers pass by position stay where fla-core 0.6.0 has them."""
-    names = list(inspect.signature(fla.chunk_kda).parameters)
-    assert names[:9] == [
-        "q",
-        "k",
-        "v",
-        "g",
-        "beta",
-        "scale",
-        "initial_state",
-        "output_final_state",
-        "use_qk_l2norm_in_kernel",
-    ]
-    assert list(inspect.signature(fla.fused_recurrent_kda).parameters)[5:8] == ["A_log", "dt_bias", "scale"]
-
-
 def test_the_form_over_a_pool() -> None:
     """Sequence n in its slot, read and written in place; the other slots are not touched."""
     x = inputs(B=1, lengths=(3, 1, 66))
@@ -313,6 +296,19 @@ def test_a_pool_in_bfloat16() -> None:
     want = fla.fused_recurrent_kda_fwd(*tokens(x), initial_state=wide, **options)[0]
     check_close("o", o, want, 1e-6)
     assert torch.equal(narrow, wide.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_recurrent_form_reads_states_of_any_dtype(dtype: torch.dtype) -> None:
+    x = inputs()
+    assert x.initial_state is not None
+    start = x.initial_state.to(dtype)
+    want = fla.fused_recurrent_kda(*tokens(x), initial_state=start.float(), output_final_state=True)
+    for op, options in ((fla.fused_recurrent_kda, {}), (fla.fused_recurrent_kda_fwd, {"inplace_final_state": False})):
+        got = op(*tokens(x), initial_state=start, output_final_state=True, **options)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and got[1].dtype == torch.float32
+    with pytest.raises(TypeError, match="float32"):  # fla's chunk form takes float32 alone
+        fla.chunk_kda(*tokens(x), initial_state=start)
 
 
 @pytest.mark.parametrize("op", [fla.naive_recurrent_kda, fla.naive_chunk_kda])

@@ -50,9 +50,10 @@ def chunk_kda(
     beta [B, T, HV]; states [N, HV, K, V] float32, [N, HV, V, K] with state_v_first. A_log [HV] or [1, 1, HV, 1].
     chunk_size (32 or 64) decides where h is taken: before every chunk.
 
-    Accepted, with nothing to do here: safe_gate (which path is exact follows from the gate: an activated g without a
-    bound takes the exact one), disable_recompute, use_graph and max_num_seqs (every call can be captured),
-    cu_seqlens_cpu (only h reads lengths on the host).
+    Accepted, with nothing to do here: safe_gate, and lower_bound beside an activated g (no path trusts a bound that it did
+    not apply: every activated g takes the exact one), disable_recompute, use_graph and max_num_seqs (every call can be
+    captured; as with fla, rows behind the last sequence are then undefined, and a CPU refuses them), cu_seqlens_cpu (only h
+    reads lengths on the host).
     Raises: NotImplementedError for cp_context; ValueError as fla does, showing expected and received.
     """
     _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, lower_bound)
@@ -108,9 +109,10 @@ def fused_recurrent_kda(
     *,
     transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(o, final_state); arguments as in `chunk_kda`. Short calls run token by token on a GPU by themselves."""
+    """(o, final_state); arguments as in `chunk_kda`, and initial_state in any float dtype. Short calls run token by token on
+    a GPU by themselves."""
     _check_flags(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    state_v_first = _layout(state_v_first, transpose_state_layout)
+    state_v_first, initial_state = _layout(state_v_first, transpose_state_layout), _wide(q, initial_state)
     out = _kda(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens, None,
@@ -158,7 +160,9 @@ def fused_recurrent_kda_fwd(
     if ssm_state_indices is not None and not inplace_final_state:
         raise NotImplementedError("ssm_state_indices: expected with inplace_final_state=True, received False")
     slots = ssm_state_indices
-    if inplace_final_state:
+    if not inplace_final_state:
+        initial_state = _wide(q, initial_state)
+    else:
         if initial_state is None:
             raise ValueError("initial_state: expected the pool that inplace_final_state=True writes, received None")
         if slots is None:
@@ -245,6 +249,13 @@ def _check_out(out: Tensor | None, v: Tensor) -> None:
         raise ValueError(f"out: expected {wanted}, received {received}")
 
 
+def _wide(q: Tensor, state: Tensor | None) -> Tensor | None:
+    """A state that is only read, in the dtype that states are kept in: fla's recurrent form takes it in any."""
+    if not isinstance(q, Tensor) or not isinstance(state, Tensor) or not state.is_floating_point():
+        return state  # refused later, by name
+    return state.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
 def _check_cpu_lengths(cu: Tensor | None, cpu: Tensor | None) -> None:
     """On a GPU only the number of sequences: to compare the values would wait for the device."""
     if cpu is None:
@@ -266,7 +277,7 @@ def _check_flags(
         raise ValueError(
             "A_log: expected a tensor of HV values with use_gate_in_kernel=True and no lower_bound, received None"
         )
-    if gate and lower_bound is not None:
+    if lower_bound is not None:
         check_bound(lower_bound)
     if not gate and (A_log is not None or dt_bias is not None):
         raise ValueError("A_log, dt_bias: expected use_gate_in_kernel=True with them, received False")
