@@ -33,12 +33,12 @@ __all__ = [
     "has_values",
     "is_hopper",
     "is_watched",
+    "log_choice",
     "no_autocast",
     "refuse_derivative",
     "transform_refusals",
     "triton_refusals",
     "triton_release",
-    "warn_slow",
 ]
 
 log = logging.getLogger("openkda.ops")
@@ -113,9 +113,10 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 @cache
-def warn_slow(op: str, device: str, name: str, reasons: tuple[str, ...]) -> None:
-    """Once for each (op, reasons): nobody should find out by a stopwatch that no kernel runs."""
-    log.warning("%s on %s runs %s (not %s)", op, device, name, "; not ".join(reasons))
+def log_choice(op: str, device: str, name: str, reasons: tuple[str, ...]) -> None:
+    """Once for each (op, reasons). A call that no kernel takes is a warning: nobody should find that out by a stopwatch."""
+    level, why = (logging.WARNING, f" (not {'; not '.join(reasons)})") if reasons else (logging.INFO, "")
+    log.log(level, "%s on %s runs %s%s", op, device, name, why)
 
 
 def choose_module(
@@ -133,8 +134,8 @@ def choose_module(
         module = load(name)
         refused = module.refusals(x)
         if not refused:
-            if reasons and not torch.compiler.is_compiling():
-                warn_slow(op, x.device.type, name, tuple(reasons))
+            if impl is None and not torch.compiler.is_compiling():
+                log_choice(op, x.device.type, name, tuple(reasons))
             return module
         reasons += [f"{name}: {r}" for r in refused]
     raise NotImplementedError(f"no {op} implementation can run this call: " + "; ".join(reasons))

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openkda.ops.device.api import warn_slow
+from openkda.ops.device.api import log_choice
 from openkda.ops.kda.api import BoundedGate, Gate, SoftplusGate
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState, BlockWeights
 from openkda.ops.kda_block.checks import MAX_TOKENS, bad, check_state, check_tokens, check_types, is_usual
@@ -135,8 +135,8 @@ def _choose(call: BlockCall, impl: str | None) -> ModuleType:
         module = _module(name)
         refused = module.refusals(call)
         if not refused:
-            if reasons and not torch.compiler.is_compiling():
-                warn_slow("kda_block", call.q.device.type, name, tuple(reasons))
+            if impl is None and not torch.compiler.is_compiling():
+                log_choice("kda_block", call.q.device.type, name, tuple(reasons))
             return module
         reasons += [f"{name}: {r}" for r in refused]
     raise NotImplementedError("no kda_block implementation can run this call: " + "; ".join(reasons))
