@@ -7,7 +7,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.triton.launch import QUICK, Tape, ceil_div, dense, launch, note, padded, record, steps_of, unit_stride
+from openkda.ops.triton.launch import (
+    QUICK,
+    Tape,
+    ceil_div,
+    dense,
+    launch,
+    note,
+    padded,
+    record,
+    rows_of,
+    steps_of,
+    unit_stride,
+    walkable,
+)
 from openkda.ops.triton.stages import empty, record_stages
 
 __all__ = [
@@ -34,10 +47,12 @@ __all__ = [
     "record",
     "record_stages",
     "round_mantissa",
+    "rows_of",
     "sigmoid",
     "steps_of",
     "unit_length",
     "unit_stride",
+    "walkable",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -26,6 +26,8 @@ QUICK = not knobs.runtime.interpret and torch.version.hip is None
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST = 8192
+FAR = 1 << 24
+"""Elements from token to token from which on a tensor is copied: kernels multiply that by up to 64 in 32 bits."""
 
 
 class Memory(Protocol):
@@ -209,6 +211,28 @@ def steps_of(x: Tensor) -> tuple[int, ...]:
     """Strides of all axes but the last, which is 1; the batch stride of a single row is 0, whatever its length."""
     s = x.stride()[:-1]
     return (0, *s[1:]) if x.shape[0] == 1 else s
+
+
+def rows_of(x: Tensor) -> tuple[int, ...]:
+    """(rows, stride, further strides but the last, which is 1) of x [B, T, ..]: token t of batch b begins
+    (b * rows + t) * stride elements behind the first. For x of `walkable`.
+
+    Triton specialises on strides that 16 divides. The stride of a batch may be one or not, as T has it, and then a new length
+    would compile again; a number of rows is no stride (do_not_specialize) and leaves the alignment to the row's.
+    """
+    steps = x.stride()
+    if x.shape[0] == 1:
+        return (0, *steps[1:-1])
+    if x.shape[1] == 1:
+        return (1, steps[0], *steps[2:-1])
+    return (steps[0] // steps[1] if steps[1] else 0, *steps[1:-1])
+
+
+def walkable(x: Tensor) -> Tensor:
+    """x [B, T, ..] where a kernel can step through it by `rows_of`, else a copy."""
+    steps = x.stride()
+    whole = x.shape[0] == 1 or x.shape[1] == 1 or (steps[0] % steps[1] == 0 if steps[1] else steps[0] == 0)
+    return x if whole and steps[-1] == 1 and steps[1] < FAR else x.contiguous()
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
 from openkda.ops.kda.triton.sums import sums_kernel
 from openkda.ops.kda.triton.walks import walks_kernel
-from openkda.ops.triton.api import ceil_div, empty, launch, padded, steps_of
+from openkda.ops.triton.api import ceil_div, empty, launch, padded, rows_of, steps_of
 
 C = 64
 SAVE = C // CHUNK
@@ -97,7 +97,7 @@ def launches(
         launch(
             prepare_kernel if exact else PREPARE, tiles * HV,
             (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, w, y, unit),
-            (*qkg, *a.beta.stride()), (T, N, tiles, a.bound, EPS),
+            (*rows_of(a.q), *rows_of(a.k), *rows_of(a.g), *a.beta.stride()), (T, N, tiles, a.bound, EPS),
             (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, scaled,
              _TL[op], prec, prec, prec, True), 1, o.device,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.recurrent import DENSE, LISTED, recurrent_kernel
 from openkda.ops.kda.triton.scan import scan_kernel
-from openkda.ops.triton.api import ceil_div, dense, empty, launch, padded, steps_of, unit_stride
+from openkda.ops.triton.api import ceil_div, dense, empty, launch, padded, rows_of, walkable
 
 CHUNK = 16
 EPS = 1e-6
@@ -91,7 +91,7 @@ def readable(
 ) -> Args:  # fmt: skip
     """`Args` of a call's own tensors, copied where the kernels could not step through them."""
     return Args(
-        unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(g), beta, A_log, dt_bias,
+        walkable(q), walkable(k), walkable(v), walkable(g), beta, A_log, dt_bias,
         packed(cu), state, packed(index), packed(positions), *options,
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def launch_recurrent(
         index if source is None else source, target,
     )  # fmt: skip
     steps = (
-        *steps_of(a.q), *steps_of(a.k), *steps_of(a.v), *steps_of(a.g), *a.beta.stride(), *steps_of(out),
+        *rows_of(a.q), *rows_of(a.k), *rows_of(a.v), *rows_of(a.g), *a.beta.stride(), *rows_of(out),
         *state_strides(s0, a.v_first and not listed), *state_strides(s1, a.v_first),
     )  # fmt: skip
     numbers = (T, a.bound, EPS, a.scale)
@@ -206,7 +206,7 @@ def _pass(
     tensors: tuple[Tensor | None, ...] = (
         a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, None, None, None,
     )  # fmt: skip
-    steps: tuple[int, ...] = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g), *a.beta.stride())
+    steps: tuple[int, ...] = (*rows_of(a.q), *rows_of(a.k), *rows_of(a.g), *a.beta.stride())
     constants: tuple[object, ...] = (
         HV, HV // H, K, BK, min(32, BK), C, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None,
         a.l2norm, a.sigmoid, scaled, _TL[op], small, small, small, False,
@@ -222,7 +222,7 @@ def _pass(
     BV, warps, stages = scan_settings(BK, padded(V), small)
     v_first = a.v_first
     tensors = (a.v, o, a.cu, s0, s1, i0, i1, held, leader, kd, qd, ke, tm, decay, token)
-    steps = (*steps_of(a.v), *steps_of(o), *state_strides(s0, v_first), *state_strides(s1, v_first))
+    steps = (*rows_of(a.v), *rows_of(o), *state_strides(s0, v_first), *state_strides(s1, v_first))
     constants = (
         HV, K, BK, V, BV, C, a.cu is not None, s0 is not None, s1 is not None, i0 is not None, i1 is not None,
         held is not None, scaled, _TL[op], small, small, stages,

@@ -182,11 +182,11 @@ def _through_T(X, x_p, out_p, block, C: tl.constexpr, BK: tl.constexpr, BC: tl.c
         tl.store(out_p + at, out.to(OP))
 
 
-@triton.jit(do_not_specialize=["sbb", "sbt", "sbh", "T", "N", "slots"])
+@triton.jit(do_not_specialize=["sqr", "skr", "sgr", "sbb", "sbt", "sbh", "T", "N", "slots"])
 def prepare_kernel(
     q_p, k_p, g_p, beta_p, A_log_p, dt_bias_p, cu_p,
     kd_p, qd_p, ke_p, tm_p, decay_p, token_p, w_p, y_p, unit_p,
-    sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh, sbb, sbt, sbh,
+    sqr, sqt, sqh, skr, skt, skh, sgr, sgt, sgh, sbb, sbt, sbh,
     T, N, slots, bound, eps,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     C: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_DT: tl.constexpr, PACKED: tl.constexpr,
@@ -221,9 +221,9 @@ def prepare_kernel(
     t = tl.arange(0, C)
     real = t < length - first
     rows = start + first + t
-    q_p += batch * sqb + (head // GROUP).to(tl.int64) * sqh + rows[:, None] * sqt
-    k_p += batch * skb + (head // GROUP).to(tl.int64) * skh + rows[:, None] * skt
-    g_p += batch * sgb + h * sgh + rows[:, None] * sgt
+    q_p += (head // GROUP).to(tl.int64) * sqh + (batch * sqr + rows)[:, None] * sqt
+    k_p += (head // GROUP).to(tl.int64) * skh + (batch * skr + rows)[:, None] * skt
+    g_p += h * sgh + (batch * sgr + rows)[:, None] * sgt
     beta = tl.load(beta_p + batch * sbb + h * sbh + rows * sbt, real, other=0.0).to(tl.float32)
     if SIGMOID:
         beta = tl.where(real, sigmoid(beta), 0.0)

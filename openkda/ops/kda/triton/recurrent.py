@@ -16,10 +16,10 @@ PACKED = tl.constexpr(1)  # row n: tokens cu[n] .. cu[n + 1] of batch 0
 LISTED = tl.constexpr(2)  # row n: length[n] tokens from flat token start[n]
 
 
-@triton.jit(do_not_specialize=["T", "sbb", "sbt", "sbh"])
+@triton.jit(do_not_specialize=["T", "sqr", "skr", "svr", "sgr", "sor", "sbb", "sbt", "sbh"])
 def recurrent_kernel(
     q_p, k_p, v_p, g_p, beta_p, A_log_p, dt_bias_p, o_p, rows_p, length_p, s0_p, s1_p, source_p, target_p,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sgb, sgt, sgh, sbb, sbt, sbh, sob, sot, soh,
+    sqr, sqt, sqh, skr, skt, skh, svr, svt, svh, sgr, sgt, sgh, sbb, sbt, sbh, sor, sot, soh,
     s0n, s0h, s0k, s0v, s1n, s1h, s1k, s1v,
     T, bound, eps, scale,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -63,7 +63,7 @@ def recurrent_kernel(
     m_k = c < K
     m_v = x < V
     m_s = m_k[:, None] & m_v[None, :]
-    p_o = o_p + batch * sob + start * sot + h * soh + x
+    p_o = o_p + (batch * sor + start) * sot + h * soh + x
     if SKIP:  # noqa: SIM102 (SKIP is known when compiling, the slot is not)
         if source < 0:
             for _ in range(length):
@@ -80,10 +80,10 @@ def recurrent_kernel(
     rate = 1.0
     if HAS_A:
         rate = decay_rate(tl.load(A_log_p + h))
-    p_q = q_p + batch * sqb + start * sqt + hq * sqh + c
-    p_k = k_p + batch * skb + start * skt + hq * skh + c
-    p_v = v_p + batch * svb + start * svt + h * svh + x
-    p_g = g_p + batch * sgb + start * sgt + h * sgh + c
+    p_q = q_p + (batch * sqr + start) * sqt + hq * sqh + c
+    p_k = k_p + (batch * skr + start) * skt + hq * skh + c
+    p_v = v_p + (batch * svr + start) * svt + h * svh + x
+    p_g = g_p + (batch * sgr + start) * sgt + h * sgh + c
     p_b = beta_p + batch * sbb + start * sbt + h * sbh
     for _ in range(length):
         k = tl.load(p_k, m_k, other=0.0).to(tl.float32)

@@ -19,11 +19,11 @@ from openkda.ops.kda.triton.gate_math import power_of_two, round_mantissa
 D_LIMIT = tl.constexpr(1e36)
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots"])
+@triton.jit(do_not_specialize=["svr", "sor", "T", "N", "slots"])
 def scan_kernel(
     v_p, o_p, cu_p, s0_p, s1_p, index0_p, index1_p, kept_p, leader_p,
     kd_p, qd_p, ke_p, tm_p, decay_p, token_p,
-    svb, svt, svh, sob, sot, soh, s0n, s0h, s0k, s0v, s1n, s1h, s1k, s1v,
+    svr, svt, svh, sor, sot, soh, s0n, s0h, s0k, s0v, s1n, s1h, s1k, s1v,
     T, N, slots, scale,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, HAS_S0: tl.constexpr, HAS_S1: tl.constexpr, INDEXED_0: tl.constexpr, INDEXED_1: tl.constexpr,
@@ -67,8 +67,8 @@ def scan_kernel(
     p_square = tm_p + block * (2 * C * C) + t[:, None] * C + t[None, :]
     p_decay = decay_p + block * BK + c
     p_token = token_p + block * (3 * C) + t
-    p_v = v_p + batch * svb + h * svh + (start + t)[:, None] * svt + x[None, :]
-    p_o = o_p + batch * sob + h * soh + (start + t)[:, None] * sot + x[None, :]
+    p_v = v_p + h * svh + (batch * svr + start + t)[:, None] * svt + x[None, :]
+    p_o = o_p + h * soh + (batch * sor + start + t)[:, None] * sot + x[None, :]
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         if KEEP:
             leader = tl.load(leader_p + slot + i)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openkda.ops.device.api import define, goes_direct
 from openkda.ops.kda_block.call import BlockState
-from openkda.ops.triton.api import launch, padded, unit_stride
+from openkda.ops.triton.api import launch, padded, rows_of, walkable
 
 
 @triton.jit
@@ -36,10 +36,10 @@ def _move(x_p, sxt, pool_p, step, count, m, W: tl.constexpr):
         tl.store(pool_p + 2 * step, c, m)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["sar", "sqr", "skr", "svr", "T"])
 def keep_kernel(
     all_p, q_p, k_p, v_p, accepted_p, slots_p, s_p, cq_p, ck_p, cv_p,
-    san, sat, sah, sak, sqn, sqt, skn, skt, svn, svt, ssn, ssh, ssk, cqn, cqd, cqw, ckn, ckd, ckw, cvn, cvd, cvw, T,
+    sar, sat, sah, sak, sqr, sqt, skr, skt, svr, svt, ssn, ssh, ssk, cqn, cqd, cqw, ckn, ckd, ckw, cvn, cvd, cvw, T,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
@@ -56,16 +56,14 @@ def keep_kernel(
     m_k = c < K
     m_v = x < V
     m = m_k[:, None] & m_v[None, :]
-    S = tl.load(
-        all_p + n * san + (count - 1).to(tl.int64) * sat + h * sah + c[:, None] * sak + x[None, :], m, other=0.0
-    )
+    S = tl.load(all_p + (n * sar + count - 1) * sat + h * sah + c[:, None] * sak + x[None, :], m, other=0.0)
     tl.store(s_p + place * ssn + h * ssh + c[:, None] * ssk + x[None, :], S.to(s_p.dtype.element_ty), m)
     own = h * V + x
-    _move(v_p + n * svn + own, svt, cv_p + place * cvn + own * cvd, cvw, count, m_v, W)
+    _move(v_p + n * svr * svt + own, svt, cv_p + place * cvn + own * cvd, cvw, count, m_v, W)
     if h % GROUP == 0:
         d = h // GROUP * K + c
-        _move(q_p + n * sqn + d, sqt, cq_p + place * cqn + d * cqd, cqw, count, m_k, W)
-        _move(k_p + n * skn + d, skt, ck_p + place * ckn + d * ckd, ckw, count, m_k, W)
+        _move(q_p + n * sqr * sqt + d, sqt, cq_p + place * cqn + d * cqd, cqw, count, m_k, W)
+        _move(k_p + n * skr * skt + d, skt, ck_p + place * ckn + d * ckd, ckw, count, m_k, W)
 
 
 def keep_in_pool(
@@ -86,10 +84,10 @@ def _keep(
         raise ValueError(
             f"state.recurrent: expected a pool whose last axis has stride 1, received strides {state.recurrent.stride()}"
         )
-    q, k, v, states = (unit_stride(x) for x in (q, k, v, states))
+    q, k, v, states = (walkable(x) for x in (q, k, v, states))
     if N and T:
         steps = (
-            *states.stride()[:4], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *state.recurrent.stride()[:3],
+            *rows_of(states), *rows_of(q), *rows_of(k), *rows_of(v), *state.recurrent.stride()[:3],
             *state.conv_q.stride(), *state.conv_k.stride(), *state.conv_v.stride(),
         )  # fmt: skip
         constants = (HV, HV * K // q.shape[2], K, padded(K), V, padded(V), state.conv_q.shape[-1] + 1)

@@ -11,7 +11,7 @@ from openkda.ops.device.api import define
 from openkda.ops.kda_block import hopper
 from openkda.ops.kda_block.call import CALLS, BlockCall, BlockOutput, BlockState
 from openkda.ops.kda_block.triton.step import block_kernel
-from openkda.ops.triton.api import launch, padded, record, unit_stride
+from openkda.ops.triton.api import launch, padded, record, rows_of, unit_stride, walkable
 
 EPS = 1e-6
 MOST_FOR_4_WARPS = 128 * 128  # entries of a state: 128 registers a thread
@@ -32,7 +32,7 @@ def _launch(
     V, H = og.shape[3], q.shape[2] // K
     y = v.new_empty(N, T, HV, V)
     BK, BV = padded(K), padded(V)
-    q, k, v, g, og = (unit_stride(x) for x in (q, k, v, g, og))
+    q, k, v, g, og = (walkable(x) for x in (q, k, v, g, og))
     old, new = ((unit_stride(x[0]), *x[1:]) for x in (old, new))
     tensors = (q, k, v, g, beta, og, y, wq, wk, wv, norm, A_log, dt_bias, slots)
     if N and T == 1 and states is None and hopper.fits(y.device, K, V):
@@ -41,7 +41,7 @@ def _launch(
         launch_one(tensors, old, new, (bound, EPS, norm_eps, scale), gate, H)
     elif N:
         steps = (
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:3], *beta.stride(), *og.stride()[:3],
+            *rows_of(q), *rows_of(k), *rows_of(v), *rows_of(g), *beta.stride(), *rows_of(og),
             *old[0].stride()[:3], *old[1].stride(), *old[2].stride(), *old[3].stride(),
             *new[0].stride()[:3], *new[1].stride(), *new[2].stride(), *new[3].stride(),
         )  # fmt: skip

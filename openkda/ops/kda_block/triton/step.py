@@ -63,12 +63,12 @@ def _head(
     return S, (o * norm * sigmoid(og)).to(OUT)
 
 
-@triton.jit(do_not_specialize=["T", "sbb", "sbt", "sbh"])
+@triton.jit(do_not_specialize=["T", "sqr", "skr", "svr", "sgr", "sor", "sbb", "sbt", "sbh"])
 def block_kernel(
     q_p, k_p, v_p, g_p, beta_p, og_p, y_p,
     wq_p, wk_p, wv_p, norm_p, A_log_p, dt_bias_p, slots_p,
     s0_p, cq0_p, ck0_p, cv0_p, s1_p, cq1_p, ck1_p, cv1_p, all_p,
-    sqn, sqt, skn, skt, svn, svt, sgn, sgt, sgh, sbb, sbt, sbh, son, sot, soh,
+    sqr, sqt, skr, skt, svr, svt, sgr, sgt, sgh, sbb, sbt, sbh, sor, sot, soh,
     s0n, s0h, s0k, cq0n, cq0d, cq0w, ck0n, ck0d, ck0w, cv0n, cv0d, cv0w,
     s1n, s1h, s1k, cq1n, cq1d, cq1w, ck1n, ck1d, ck1w, cv1n, cv1d, cv1w,
     T, bound, eps, norm_eps, scale,
@@ -117,12 +117,12 @@ def block_kernel(
         qa, qb, qc = qa0, qb0, qc0
         ka, kb, kc = ka0, kb0, kc0
         if ONE:  # the common step without a loop: the loop's carried windows cost registers
-            q = tl.load(q_p + row * sqn + chan, m_k, other=0.0).to(tl.float32)
-            k = tl.load(k_p + row * skn + chan, m_k, other=0.0).to(tl.float32)
-            v = tl.load(v_p + row * svn + vchan, m_v, other=0.0).to(tl.float32)
-            z = tl.load(g_p + row * sgn + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
+            q = tl.load(q_p + row * sqr * sqt + chan, m_k, other=0.0).to(tl.float32)
+            k = tl.load(k_p + row * skr * skt + chan, m_k, other=0.0).to(tl.float32)
+            v = tl.load(v_p + row * svr * svt + vchan, m_v, other=0.0).to(tl.float32)
+            z = tl.load(g_p + row * sgr * sgt + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
             beta = tl.load(beta_p + row * sbb + h * sbh).to(tl.float32)
-            og = tl.load(og_p + row * son + h * soh + x, m_v, other=0.0).to(tl.float32)
+            og = tl.load(og_p + row * sor * sot + h * soh + x, m_v, other=0.0).to(tl.float32)
             yq = _conv(qa, qb, qc, q, wqa, wqb, wqc, wqx).to(OUT).to(tl.float32)
             yk = _conv(ka, kb, kc, k, wka, wkb, wkc, wkx).to(OUT).to(tl.float32)
             yv = _conv(va, vb, vc, v, wva, wvb, wvc, wvx).to(OUT).to(tl.float32)
@@ -135,12 +135,12 @@ def block_kernel(
                 tl.store(all_p + (row * HV + h) * (K * V) + c[:, None] * V + x[None, :], S, m_s)
         else:
             for t in range(T):
-                q = tl.load(q_p + row * sqn + t * sqt + chan, m_k, other=0.0).to(tl.float32)
-                k = tl.load(k_p + row * skn + t * skt + chan, m_k, other=0.0).to(tl.float32)
-                v = tl.load(v_p + row * svn + t * svt + vchan, m_v, other=0.0).to(tl.float32)
-                z = tl.load(g_p + row * sgn + t * sgt + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
+                q = tl.load(q_p + (row * sqr + t) * sqt + chan, m_k, other=0.0).to(tl.float32)
+                k = tl.load(k_p + (row * skr + t) * skt + chan, m_k, other=0.0).to(tl.float32)
+                v = tl.load(v_p + (row * svr + t) * svt + vchan, m_v, other=0.0).to(tl.float32)
+                z = tl.load(g_p + (row * sgr + t) * sgt + h * sgh + c, m_k, other=0.0).to(tl.float32) + dt
                 beta = tl.load(beta_p + row * sbb + t * sbt + h * sbh).to(tl.float32)
-                og = tl.load(og_p + row * son + t * sot + h * soh + x, m_v, other=0.0).to(tl.float32)
+                og = tl.load(og_p + (row * sor + t) * sot + h * soh + x, m_v, other=0.0).to(tl.float32)
                 yq = _conv(qa, qb, qc, q, wqa, wqb, wqc, wqx).to(OUT).to(tl.float32)
                 yk = _conv(ka, kb, kc, k, wka, wkb, wkc, wkx).to(OUT).to(tl.float32)
                 yv = _conv(va, vb, vc, v, wva, wvb, wvc, wvx).to(OUT).to(tl.float32)

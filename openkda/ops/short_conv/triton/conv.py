@@ -105,14 +105,14 @@ def mix(a, b, c, x, wa, wb, wc, wx, W: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x_p, w_p, s_p, y_p, o_p, sxb, sxt, ssn, ssd, ssw, D, block, n, batch, start, length, first, T,
+    x_p, w_p, s_p, y_p, o_p, sxr, sxt, ssn, ssd, ssw, D, block, n, batch, start, length, first, T,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr,
     QUICK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. first + BT of one sequence, BD channels of one tensor; behind its last row also its final window."""
     d = block * BD + tl.arange(0, BD)
     m = d < D
-    x_p += batch * sxb + start * sxt + d
+    x_p += (batch * sxr + start) * sxt + d
     y_p += (batch * T + start + first) * D + d
     old = x_p
     if HAS_S:
@@ -140,10 +140,10 @@ def _forward(
             tl.store(o_p + (n * D + d) * (W - 1) + j, value, m)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["xar", "xbr", "xcr", "T", "N"])
 def conv_kernel(
     xa_p, wa_p, sa_p, ya_p, oa_p, xb_p, wb_p, sb_p, yb_p, ob_p, xc_p, wc_p, sc_p, yc_p, oc_p, cu_p,
-    xab, xat, san, sad, saw, DA, xbb, xbt, sbn, sbd, sbw, DB, xcb, xct, scn, scd, scw, DC, T, N,
+    xar, xat, san, sad, saw, DA, xbr, xbt, sbn, sbd, sbw, DB, xcr, xct, scn, scd, scw, DC, T, N,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
     PACKED: tl.constexpr, HAS_S: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -156,14 +156,14 @@ def conv_kernel(
     if (first >= length) & (first > 0):
         return
     if block < NA:
-        _forward(xa_p, wa_p, sa_p, ya_p, oa_p, xab, xat, san, sad, saw, DA, block, n, batch, start, length, first, T,
+        _forward(xa_p, wa_p, sa_p, ya_p, oa_p, xar, xat, san, sad, saw, DA, block, n, batch, start, length, first, T,
                  BT, BD, STEP, W, HAS_S, SILU, QUICK, STAGES)  # fmt: skip
     elif COUNT > 1:
         if block < NA + NB:
-            _forward(xb_p, wb_p, sb_p, yb_p, ob_p, xbb, xbt, sbn, sbd, sbw, DB, block - NA, n, batch, start, length,
+            _forward(xb_p, wb_p, sb_p, yb_p, ob_p, xbr, xbt, sbn, sbd, sbw, DB, block - NA, n, batch, start, length,
                      first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK, STAGES)  # fmt: skip
         elif COUNT > 2:
-            _forward(xc_p, wc_p, sc_p, yc_p, oc_p, xcb, xct, scn, scd, scw, DC, block - NA - NB, n, batch, start,
+            _forward(xc_p, wc_p, sc_p, yc_p, oc_p, xcr, xct, scn, scd, scw, DC, block - NA - NB, n, batch, start,
                      length, first, T, BT, BD, STEP, W, HAS_S, SILU, QUICK, STAGES)  # fmt: skip
 
 

@@ -40,12 +40,12 @@ def _token(
 @triton.jit
 def _block(
     x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
-    sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
+    sxr, sxt, ssn, ssd, ssw, sgr, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr,
     SILU: tl.constexpr, QUICK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes dx of the block's tokens, and with its sequence's first block ds; returns dw's sums with this block added."""
-    x_p += batch * sxb + start * sxt + d
+    x_p += (batch * sxr + start) * sxt + d
     old = x_p
     p_ds = ds_p
     p_f = f_p
@@ -62,7 +62,7 @@ def _block(
     ub = tl.zeros([BD], tl.float32)
     uc = tl.zeros([BD], tl.float32)
     p_x = x_p + first.to(tl.int64) * sxt
-    p_g = g_p + batch * sgb + (start + first) * sgt + d
+    p_g = g_p + (batch * sgr + start + first) * sgt + d
     p_dx = dx_p + (batch * T + start + first - 3) * D + d
     for t in tl.range(first, stop, STEP, num_stages=STAGES):
         for j in tl.static_range(STEP):
@@ -94,7 +94,7 @@ def _block(
 
 @triton.jit
 def _walk(
-    x_p, w_p, s_p, g_p, f_p, dx_p, ds_p, dw_p, sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D,
+    x_p, w_p, s_p, g_p, f_p, dx_p, ds_p, dw_p, sxr, sxt, ssn, ssd, ssw, sgr, sgt, sfn, sfd, sfw, D,
     block, group, cu_p, T, N, slots, GROUP,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr,
     HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr, STAGES: tl.constexpr,
@@ -112,7 +112,7 @@ def _walk(
         if (first < length) | (first == 0):
             pa, pb, pc, px = _block(
                 x_p, s_p, g_p, f_p, dx_p, ds_p, wa, wb, wc, wx, pa, pb, pc, px,
-                sxb, sxt, ssn, ssd, ssw, sgb, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
+                sxr, sxt, ssn, ssd, ssw, sgr, sgt, sfn, sfd, sfw, D, d, m, n, batch, start, length, first, T,
                 BT, BD, STEP, W, HAS_S, HAS_F, SILU, QUICK, STAGES,
             )  # fmt: skip
     p = dw_p + group.to(tl.int64) * 4 * D + d
@@ -122,12 +122,12 @@ def _walk(
     tl.store(p + 3 * D, px, m)
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "GROUP"])
+@triton.jit(do_not_specialize=["xar", "xbr", "xcr", "gar", "gbr", "gcr", "T", "N", "slots", "GROUP"])
 def conv_gradient_kernel(
     xa_p, wa_p, sa_p, ga_p, fa_p, dxa_p, dsa_p, dwa_p, xb_p, wb_p, sb_p, gb_p, fb_p, dxb_p, dsb_p, dwb_p,
     xc_p, wc_p, sc_p, gc_p, fc_p, dxc_p, dsc_p, dwc_p, cu_p,
-    xab, xat, san, sad, saw, gab, gat, fan, fad, faw, DA, xbb, xbt, sbn, sbd, sbw, gbb, gbt, fbn, fbd, fbw, DB,
-    xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw, DC, T, N, slots, GROUP,
+    xar, xat, san, sad, saw, gar, gat, fan, fad, faw, DA, xbr, xbt, sbn, sbd, sbw, gbr, gbt, fbn, fbd, fbw, DB,
+    xcr, xct, scn, scd, scw, gcr, gct, fcn, fcd, fcw, DC, T, N, slots, GROUP,
     BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
     PACKED: tl.constexpr, HAS_S: tl.constexpr, HAS_F: tl.constexpr, SILU: tl.constexpr, QUICK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,14 +138,14 @@ def conv_gradient_kernel(
     block = pid % blocks
     group = pid // blocks
     if block < NA:
-        _walk(xa_p, wa_p, sa_p, ga_p, fa_p, dxa_p, dsa_p, dwa_p, xab, xat, san, sad, saw, gab, gat, fan, fad, faw, DA,
+        _walk(xa_p, wa_p, sa_p, ga_p, fa_p, dxa_p, dsa_p, dwa_p, xar, xat, san, sad, saw, gar, gat, fan, fad, faw, DA,
               block, group, cu_p, T, N, slots, GROUP, BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK, STAGES)  # fmt: skip
     elif COUNT > 1:
         if block < NA + NB:
-            _walk(xb_p, wb_p, sb_p, gb_p, fb_p, dxb_p, dsb_p, dwb_p, xbb, xbt, sbn, sbd, sbw, gbb, gbt, fbn, fbd, fbw,
+            _walk(xb_p, wb_p, sb_p, gb_p, fb_p, dxb_p, dsb_p, dwb_p, xbr, xbt, sbn, sbd, sbw, gbr, gbt, fbn, fbd, fbw,
                   DB, block - NA, group, cu_p, T, N, slots, GROUP,
                   BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK, STAGES)  # fmt: skip
         elif COUNT > 2:
-            _walk(xc_p, wc_p, sc_p, gc_p, fc_p, dxc_p, dsc_p, dwc_p, xcb, xct, scn, scd, scw, gcb, gct, fcn, fcd, fcw,
+            _walk(xc_p, wc_p, sc_p, gc_p, fc_p, dxc_p, dsc_p, dwc_p, xcr, xct, scn, scd, scw, gcr, gct, fcn, fcd, fcw,
                   DC, block - NA - NB, group, cu_p, T, N, slots, GROUP,
                   BT, BD, STEP, W, PACKED, HAS_S, HAS_F, SILU, QUICK, STAGES)  # fmt: skip

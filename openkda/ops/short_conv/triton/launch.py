@@ -11,7 +11,7 @@ from torch import Tensor
 from openkda.ops.short_conv.api import CALLS
 from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel
 from openkda.ops.short_conv.triton.gradient import conv_gradient_kernel
-from openkda.ops.triton.api import QUICK, ceil_div, dense, launch, record, unit_stride
+from openkda.ops.triton.api import QUICK, ceil_div, dense, launch, record, rows_of, unit_stride, walkable
 
 BT, BD, STEP, WARPS, STAGES = 64, 512, 8, 4, 2
 """H200, 8192 tokens of 3 x 12,288 channels: 0.312 ms with the next step's rows on their way (two stages), 0.422 without."""
@@ -46,10 +46,10 @@ def conv(
     tensors: list[Tensor | None] = []
     steps: list[int] = []
     for i, x in enumerate(xs):
-        x = unit_stride(x)
+        x = walkable(x)
         state = states[i] if states else None
         tensors += (x, dense(weights[i]), state, ys[i], windows[i])
-        steps += (*x.stride()[:2], *((0, 0, 0) if state is None else state.stride()), x.shape[2])
+        steps += (*rows_of(x), *((0, 0, 0) if state is None else state.stride()), x.shape[2])
     count = len(xs)
     blocks = sum(ceil_div(x.shape[2], bd) for x in xs)
     if slots and blocks:
@@ -116,17 +116,17 @@ def conv_gradient(
     steps: list[int] = []
     for i, x in enumerate(xs):
         D = x.shape[2]
-        x = unit_stride(x)
+        x = walkable(x)
         state, dy, df = states[i] if states else None, dys[i], dfinals[i]
         dy = torch.zeros((), dtype=dtype, device=device).expand(x.shape) if dy is None else dy
-        dy = unit_stride(dy)
+        dy = walkable(dy)
         if has_final and df is None:
             df = torch.zeros((N, D, W - 1), dtype=dtype, device=device)
         tensors += (
             x, dense(weights[i]), state, dy, df, dxs[i], dstates[i] if states else None, partial[i],
         )  # fmt: skip
         steps += (
-            *x.stride()[:2], *((0, 0, 0) if state is None else state.stride()), *dy.stride()[:2],
+            *rows_of(x), *((0, 0, 0) if state is None else state.stride()), *rows_of(dy),
             *((0, 0, 0) if df is None else df.stride()), D,
         )  # fmt: skip
     count = len(xs)
