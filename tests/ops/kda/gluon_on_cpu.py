@@ -90,7 +90,7 @@ def _operator(name: str) -> tuple[Any, Any]:
     return forward, reflected
 
 
-for _sign, _name in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "true_divide"), ("and", "bitwise_and"),
+for _sign, _name in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "true_divide"), ("and", "bitwise_and"), ("or", "bitwise_or"),
                      ("mod", "remainder"), ("rshift", "bitwise_right_shift"), ("lshift", "bitwise_left_shift")):  # fmt: skip
     for _attribute, _function in zip((f"__{_sign}__", f"__r{_sign}__"), _operator(_name), strict=True):
         setattr(Value, _attribute, _function)
@@ -128,7 +128,7 @@ class Pointer:
 
     def write(self, value: Any, mask: Any) -> None:
         memory, offset, mask = self.reach(mask)
-        memory[offset[mask]] = torch.broadcast_to(_plain(value), offset.shape).to(memory.dtype)[mask]
+        memory[offset[mask]] = torch.broadcast_to(torch.as_tensor(_plain(value)), offset.shape).to(memory.dtype)[mask]
 
 
 class Shared:

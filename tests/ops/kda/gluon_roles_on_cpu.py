@@ -109,9 +109,16 @@ class _Quarters:
 
 
 def _reinterpret(self: Shared, dtype: torch.dtype, shape: Any, layout: Any) -> Any:
-    if list(shape)[1:] == [32, 32] and self.shape[1:] == [64, 64]:
+    shape = list(shape)
+    if shape[1:] == [32, 32] and self.shape[1:] == [64, 64]:
         return _Quarters(self.v)
-    return Shared(self.v.view(dtype).view(*shape))
+    if self.shape == [64, 128] and shape in ([2, 64, 64], [4, 64, 32]):  # columns in blocks, one behind the other
+        return Shared(self.v.view(dtype).view(64, shape[0], shape[2]).permute(1, 0, 2))
+    return Shared(self.v if self.shape == shape and self.dtype == dtype else self.v.view(dtype).view(*shape))
+
+
+def _reshape(self: Shared, shape: Any) -> Shared:
+    return Shared(self.v.reshape(list(shape)))  # only ever read
 
 
 def _product(a: Value, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
@@ -141,17 +148,29 @@ def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regi
 
 
 def _asm(code: str, constraints: str, args: list[Value], **options: Any) -> Value:
-    return args[0] if code.startswith("mov.b32") else base._asm(code, constraints, args, **options)
+    name = code.split(".")[0]
+    if name == "mul":
+        return Value(args[0].v * args[1].v)
+    if name == "rsqrt":
+        return Value(args[0].v.rsqrt())
+    return args[0] if name == "mov" else base._asm(code, constraints, args, **options)
+
+
+def _broadcast(x: Value, y: Value) -> tuple[Value, Value]:
+    a, b = torch.broadcast_tensors(x.v, y.v)
+    return Value(a), Value(b)
 
 
 def load(*modules: ModuleType) -> dict[str, Any]:
     """As `gluon_on_cpu.load`."""
     Value.__index__ = lambda self: int(self.v)  # type: ignore[attr-defined]
-    Shared._reinterpret = _reinterpret  # type: ignore[method-assign]
+    Shared._reinterpret, Shared.reshape = _reinterpret, _reshape  # type: ignore[attr-defined, method-assign]
+    base._language.broadcast, base._language.join = _broadcast, lambda x, y: Value(torch.stack([x.v, y.v], -1))
     base._language.warp_specialize, base._language.inline_asm_elementwise = _specialize, _asm
     base._language.allocate_shared_memory = lambda dtype, shape, layout=None: Shared(
         torch.zeros(shape, dtype=dtype) if dtype == torch.int64 else torch.full(shape, float("nan"), dtype=dtype)
     )
+    base._language.associative_scan = lambda x, axis, f: Value(x.v.cumsum(axis).to(x.dtype))  # every one here is a sum
     extra = {
         "mbarrier": SimpleNamespace(MBarrierLayout=lambda: None, init=_init, arrive=_arrive, expect=_expect, wait=_wait),
         "tma": SimpleNamespace(

@@ -176,7 +176,8 @@ def test_compiles_for_sm90(which: str, split: bool, monkeypatch: pytest.MonkeyPa
 
 
 def inputs(seed: int, **sizes: Any) -> KDAInputs:
-    x = make_inputs(seed, K=128, gate="bounded", use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False, **sizes)
+    sizes = {"gate": "bounded"} | sizes
+    x = make_inputs(seed, K=128, use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False, **sizes)
     return x.to(dtype=torch.bfloat16, device="cuda")
 
 
@@ -197,6 +198,10 @@ class TestOnTheCard:
         "sizes",
         [{"T": 200, "H": 2}, {"T": 64, "B": 3, "H": 1, "HV": 2}, {"T": 1000, "H": 1, "decay": "fast"},
          {"T": 1000, "H": 1, "decay": "slow"}, {"T": 300, "H": 1, "decay": "saturated"}, {"T": 130, "H": 80},
+         {"T": 200, "H": 2, "gate": "softplus"},
+         {"T": 300, "H": 1, "gate": "softplus", "decay": "fast"}, {"T": 300, "H": 1, "gate": "softplus", "decay": "slow"},
+         {"T": 150, "H": 2, "gate": None}, {"T": 150, "H": 2, "gate": None, "decay": "hard"},
+         {"lengths": (0, 1, 18, 0, 64, 130, 2), "H": 1, "HV": 2, "gate": "softplus"},
          {"T": 512, "H": 2, "near_equal_keys": True}, {"lengths": (0, 1, 18, 0, 64, 130, 2), "H": 1, "HV": 2}],
         ids=str,
     )  # fmt: skip

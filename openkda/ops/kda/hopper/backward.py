@@ -32,7 +32,7 @@ def fits_products(a: Args, do: Tensor | None) -> bool:
 
 
 def fits_walks(a: Args, do: Tensor | None, chain: Tensor | None) -> bool:
-    """Whether `walk` can run for this call: what the Hopper forward takes, and no positions.
+    """Whether `walk` can run for this call: what the Hopper forward takes, with any gate, and no positions.
 
     Scores are float16 with the scale inside: far below the usual 1 / sqrt(128) their small ones would lose bits.
     """
@@ -43,7 +43,6 @@ def fits_walks(a: Args, do: Tensor | None, chain: Tensor | None) -> bool:
         and do is not None
         and do.dtype == torch.bfloat16
         and all(x.dtype == torch.bfloat16 for x in (a.q, a.k, a.v, a.g))
-        and a.gate == BOUNDED
         and a.sigmoid
         and not a.v_first
         and 2.0**-6 <= a.scale <= 16.0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openkda.ops.kda.hopper import HEAD
+from openkda.ops.kda.hopper.backward import BOUNDED
 from openkda.ops.kda.hopper.launch import (
     _HALF,
     _ROWS,
@@ -17,6 +18,7 @@ from openkda.ops.kda.hopper.launch import (
     _sm_count,
     _tiles,
 )
+from openkda.ops.kda.hopper.levels import kda_prepare_levels_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_backward_kernel
 from openkda.ops.kda.hopper.replay import kda_replay_kernel
 from openkda.ops.kda.hopper.reverse import kda_reverse_kernel
@@ -72,10 +74,13 @@ def _prepare(a: Args, slots: int, tiles: int, token: Tensor) -> _Operands:
     block = [CHUNK, HEAD]
     A_log, dt_bias = (torch.zeros(HV * HEAD, device=device) if x is None else x for x in (a.A_log, a.dt_bias))
     beta = dense(a.beta)
+    numbers, constants = (T, N, tiles, a.scale), (packed, padded)
+    bounded = a.gate == BOUNDED
     _launch(
-        kda_prepare_backward_kernel, (count, 1),
+        kda_prepare_backward_kernel if bounded else kda_prepare_levels_kernel, (count, 1),
         (*(_tiles(_rows(x), block, _ROWS) for x in (a.q, a.k, a.g)), *descriptors),
         (decay, ranks, beta, A_log, dt_bias, beta if a.cu is None else a.cu, token),
-        (HV, HV // H), (T, N, tiles, a.scale, a.bound), (packed, padded), device.index,
+        (HV, HV // H), (*numbers, a.bound) if bounded else numbers,
+        constants if bounded else (*constants, False, True, a.gate), device.index,
     )  # fmt: skip
     return _Operands(workspace, descriptors, decay, ranks)
