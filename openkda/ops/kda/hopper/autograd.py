@@ -30,7 +30,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
-    return (*differentiate(ctx, ctx.needs_input_grad, do, ds, None), None, None, None)
+    return (*differentiate(ctx, 0, do, ds, None), None, None, None)
 
 
 def run(call: KDACall, *arguments: Any) -> tuple[Any, ...]:
