@@ -188,7 +188,9 @@ class TestOnTheCard:
     def walked(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         """Every test here takes the walks that it is about."""
         from openkda.ops.kda.hopper import walks
+        from openkda.ops.kda.triton.autograd import BACKWARDS
 
+        BACKWARDS.forget()  # a repeated call takes them from its tape
         real, calls = walks.walk, []
         monkeypatch.setattr(walks, "walk", lambda *a, **options: (calls.append(1), real(*a, **options))[1])
         yield
