@@ -22,6 +22,9 @@ from openkda.layers.sequence import SequenceLayer
 from openkda.layers.state import MLAState
 from openkda.ops.mla.api import mla
 from openkda.ops.mla.max_logits import max_logits
+from openkda.ops.moe.activation import SigmoidGLU
+
+OUTPUT_GATE = SigmoidGLU()
 
 
 class GatedMLA(SequenceLayer):
@@ -94,7 +97,5 @@ class GatedMLA(SequenceLayer):
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         """Gate in float32 (so neither o nor the sigmoid is rounded before their product), one cast."""
         if self.gated:
-            gate = self.g_proj(x)
-            wide = torch.promote_types(gate.dtype, torch.float32)
-            o = (o.to(wide) * torch.sigmoid(gate.to(wide))).to(gate.dtype)
+            o = OUTPUT_GATE(self.g_proj(x), o)
         return self.o_proj(o.to(x.dtype))

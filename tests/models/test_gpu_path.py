@@ -78,7 +78,8 @@ def test_evaluation(name: str, launched: Counter[str]) -> None:
         model(ids, cu_seqlens=cu, targets=ids)
         model(ids)
     layers = CONFIGS[name].num_hidden_layers
-    assert launched["glu_kernel"] == 4 * layers and launched["norm_kernel"] > 8 * layers and launched["conv_kernel"]
+    gates = layers + len(CONFIGS[name].full_attn_layers) * CONFIGS[name].mla_use_output_gate
+    assert launched["glu_kernel"] == 4 * gates and launched["norm_kernel"] > 8 * layers and launched["conv_kernel"]
 
 
 @pytest.mark.parametrize("packed", [False, True])

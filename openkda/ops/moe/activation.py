@@ -1,9 +1,10 @@
-"""The two gated activations: SwiGLU of Kimi Linear and SiTU-GLU of Kimi K3.
+"""The gated activations: SwiGLU of Kimi Linear and SiTU-GLU of Kimi K3, and the output gate of Gated MLA.
 
+    gate(g, u)    = sigmoid(g) * u
     SwiGLU(g, u)  = g sigmoid(g) * u
     SiTU(g, u)    = b1 tanh(g / b1) sigmoid(g) * b2 tanh(u / b2)          |out| <= b1 b2 = 100 at b1 = 4, b2 = 25
 
-The sigmoid takes the raw g. SiTU is float32 inside with one cast, so that its bound is exact in 16 bits. On a GPU both are one
+The sigmoid takes the raw g. SiTU is float32 inside with one cast, so that its bound is exact in 16 bits. On a GPU all are one
 kernel, float32 inside (openkda/ops/moe/triton).
 Source: Kimi K3 report, eq. 12.
 """
@@ -54,13 +55,25 @@ class SiTUGLU:
         return _SiTU.apply(gate, up, self.beta, self.linear_beta)
 
 
-GLU = SwiGLU | SiTUGLU
+@dataclass(frozen=True)
+class SigmoidGLU:
+    """sigmoid(gate) * up in float32 (float64 for float64), cast to gate's dtype; up may be wider."""
+
+    def __call__(self, gate: Float[Tensor, "... I"], up: Float[Tensor, "... I"]) -> Float[Tensor, "... I"]:
+        if gate.is_cuda and kernels.takes(gate, up):
+            return kernels.glu(gate, up, *kernel_form(self))
+        return (_wide(up) * torch.sigmoid(_wide(gate))).to(gate.dtype)
+
+
+GLU = SwiGLU | SiTUGLU | SigmoidGLU
 
 
 def kernel_form(activation: GLU) -> tuple[str, float, float]:
     """Its name in `openkda/ops/moe/triton` and its two bounds (1 where it has none)."""
     if isinstance(activation, SwiGLU):
         return "swiglu", 1.0, 1.0
+    if isinstance(activation, SigmoidGLU):
+        return "sigmoid", 1.0, 1.0
     if activation.linear_beta is None:
         return "situ-unbounded", activation.beta, 1.0
     return "situ", activation.beta, activation.linear_beta

@@ -1,4 +1,4 @@
-"""The activation kernels: numbers and gradients of both, of views and of nothing, and refusals."""
+"""The activation kernels: numbers and gradients of all, of views and of nothing, and refusals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from openkda.ops.moe.activation import GLU, SiTUGLU, SwiGLU
+from openkda.ops.moe.activation import GLU, SigmoidGLU, SiTUGLU, SwiGLU
 from openkda.testing.compare import rel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-ACTIVATIONS = [SwiGLU(), SiTUGLU(), SiTUGLU(2.0, None)]
+ACTIVATIONS = [SwiGLU(), SiTUGLU(), SiTUGLU(2.0, None), SigmoidGLU()]
 
 
 def pair(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

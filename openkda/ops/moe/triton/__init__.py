@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openkda.ops.device.api import goes_direct, triton_refusals
 
-KINDS = {"swiglu": 0, "situ": 1, "situ-unbounded": 2}
+KINDS = {"swiglu": 0, "situ": 1, "situ-unbounded": 2, "sigmoid": 3}
 
 FEW_TOKENS = 64
 """Up to which routing is two launches; cuBLAS is faster beyond."""

@@ -1,4 +1,4 @@
-"""SwiGLU and SiTU-GLU of flat arrays, float32 inside, and their gradients from gate and up alone."""
+"""SwiGLU, SiTU-GLU and a plain gate of flat arrays, float32 inside, and their gradients from gate and up alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from openkda.ops.triton.api import LOG2E, sigmoid
 
 SWIGLU = tl.constexpr(0)
 BOUNDED = tl.constexpr(1)
+SIGMOID = tl.constexpr(3)
 
 
 @triton.jit
@@ -24,9 +25,10 @@ def tanh(x):
 @triton.jit
 def gated(g, u, b1, b2, KIND: tl.constexpr):
     """The activation of gate and up, float32."""
-    left = g if KIND == SWIGLU else b1 * tanh(g / b1)
-    right = b2 * tanh(u / b2) if KIND == BOUNDED else u
-    return left * sigmoid(g) * right
+    left = sigmoid(g)
+    if KIND != SIGMOID:
+        left *= g if KIND == SWIGLU else b1 * tanh(g / b1)
+    return left * (b2 * tanh(u / b2) if KIND == BOUNDED else u)
 
 
 @triton.jit
@@ -51,6 +53,11 @@ def glu_gradient_kernel(
     if KIND == SWIGLU:
         left = g * s
         slope = s + left * (1.0 - s)
+        right = u
+        right_slope = 1.0
+    elif KIND == SIGMOID:
+        left = s
+        slope = s * (1.0 - s)
         right = u
         right_slope = 1.0
     else:
