@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
-from openkda.ops.triton.launch import Launch, _allocator, _hooks, recorded
-from openkda.ops.triton.parameters import Parameters, kernel_of
-from openkda.ops.triton.parameters import driver as find_driver
+from openkda.ops.triton import launch as single
+from openkda.ops.triton.launch import Launch, recorded
+from openkda.ops.triton.parameters import Parameters
 
 ONE_BLOCK = 32 << 20
 """Bytes of workspace that a call may hold from its first launch to its last."""
@@ -69,15 +68,15 @@ class StagedTape:
 
     def __init__(self, stages: Sequence[_Stage], results: Sequence[int], device: torch.device) -> None:
         self._stages, self._results, self._index = stages, results, device.index
-        self._empty = _allocator(device)
-        self._stream: Callable[[int], int] = driver.active.get_current_stream
+        self._empty = single._allocator(device)
+        self._stream: Callable[[int], int] = single.driver.active.get_current_stream
         self._current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """What the call gave, None where it gave None; None where this call must go the long way: an unaligned address, another
         current device, someone who listens to launches, a thread that has not used the device yet."""
         index = self._index
-        if self._current() != index or any(_hooks()):
+        if self._current() != index or any(single._hooks()):
             return None
         at = [t.data_ptr() for t in inputs if t is not None]
         if reduce(or_, at) & 15:
@@ -187,7 +186,12 @@ def _blocks(sizes: list[int], first: list[int], last: list[int], given: list[int
 
 
 def _lay_out(
-    launches: list[Any], used: list[list[Place | None]], made: list[_Made], blocks: list[_Block], given: list[int], inputs: int
+    launches: list[Any],
+    used: list[list[Place | None]],
+    made: list[_Made],
+    blocks: list[_Block],
+    given: list[int],
+    inputs: int,
 ) -> tuple[list[_Stage], list[int]] | None:
     slot: dict[Place, int] = {}  # in the list of addresses
     likes: list[tuple[Any, ...]] = []
@@ -203,11 +207,11 @@ def _lay_out(
             base += -(-made[i].size // _ALIGNED) * _ALIGNED
         offsets.append(tuple(begins))
         likes.append(made[block.members[0]].like if block.end == len(launches) else ((base,), (1,), torch.uint8))
-    library = find_driver()
+    library = single.find_driver()
     kernels = []
     for one, row in zip(launches, used, strict=True):
         places = [-1 if p is None else p[0] if p[1] < 0 else slot[p] for p in row]
-        kernel = None if library is None else kernel_of(one, places, library)
+        kernel = None if library is None else single.kernel_of(one, places, library)
         if library is None or kernel is None:
             return None
         kernels.append(kernel)
@@ -218,5 +222,5 @@ def _lay_out(
         mine = [i for i, b in enumerate(blocks) if b.begin == begin]
         gone = tuple(i for i, b in enumerate(blocks) if b.end == end - 1)
         fresh, where = tuple(likes[i] for i in mine), tuple(offsets[i] for i in mine)
-        stages.append(_Stage(fresh, where, Parameters(kernels[begin:end], library), gone))
+        stages.append(_Stage(fresh, where, single.Parameters(kernels[begin:end], library), gone))
     return stages, [-1 if i < 0 else next(n for n, b in enumerate(blocks) if b.members == [i]) for i in given]

@@ -19,7 +19,7 @@ def use_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from triton.runtime.interpreter import InterpretedFunction
 
     from openkda.ops.device import calls
-    from openkda.ops.triton import launch, stages
+    from openkda.ops.triton import launch
 
     log: list[str] = []
     interpret = InterpretedFunction.run
@@ -51,11 +51,10 @@ def use_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 0))
     monkeypatch.setattr(InterpretedFunction, "run", first)
-    for module in (launch, stages):
-        monkeypatch.setattr(module, "driver", driver)
-        monkeypatch.setattr(module, "find_driver", lambda: "library")
-        monkeypatch.setattr(module, "kernel_of", lambda one, places, library: (one, places))
-        monkeypatch.setattr(module, "Parameters", Played)
+    monkeypatch.setattr(launch, "driver", driver)
+    monkeypatch.setattr(launch, "find_driver", lambda: "library")
+    monkeypatch.setattr(launch, "kernel_of", lambda one, places, library: (one, places))
+    monkeypatch.setattr(launch, "Parameters", Played)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU device
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
