@@ -47,6 +47,9 @@ def test_a_model_has_nothing_left_to_compile(packed: bool, monkeypatch: pytest.M
     pytest.importorskip("triton")
     from triton import knobs
 
+    from openkda.ops.triton import ahead
+
+    monkeypatch.setattr(ahead, "ENABLED", True)
     config = K3.replace(packed_experts=packed)
     warmup(config)
     compiled: list[object] = []
@@ -76,6 +79,9 @@ def test_nothing_is_left_to_compile(heads: int, monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("triton")
     from triton import knobs
 
+    from openkda.ops.triton import ahead
+
+    monkeypatch.setattr(ahead, "ENABLED", True)
     config = PRESETS["kimi-k3"].replace(
         kda_num_heads=heads, hidden_size=64, num_hidden_layers=1, kda_layers=(1,), full_attn_layers=(), num_experts=None,
         attn_res_block_size=None,

@@ -27,10 +27,25 @@ from openkda.ops.norm.api import CALLS as NORM_CALLS
 from openkda.ops.norm.api import gated_rms_norm, rms_norm
 from openkda.ops.short_conv.api import CALLS as CONV_CALLS
 from openkda.ops.short_conv.api import short_convs
+from openkda.ops.triton import ahead
 
 BF16, F32 = torch.bfloat16, torch.float32
 ALL_CALLS = (KDA_CALLS, BLOCK_CALLS, NORM_CALLS, CONV_CALLS)
-DENSE = ((1, 40), (1, 17), (1, 333), (2, 100), (3, 64), (2, 33), (1, 1), (5, 1), (2, 3), (1, 4), (2, 5), (1, 16), (132, 20))
+DENSE = (
+    (1, 40),
+    (1, 17),
+    (1, 333),
+    (2, 100),
+    (3, 64),
+    (2, 33),
+    (1, 1),
+    (5, 1),
+    (2, 3),
+    (1, 4),
+    (2, 5),
+    (1, 16),
+    (132, 20),
+)
 PACKS = ((30, 10), (5, 0, 70, 1, 33), (129, 64), (17,) * 11, (1,) * 16, (40,), (1,), (3,) * 40, (0, 0, 2))
 SIZES = ((2, 2, 128, 128), (3, 6, 20, 24), (1, 1, 36, 17), (16, 16, 64, 64), (2, 2, 256, 16))
 
@@ -41,6 +56,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         monkeypatch.setattr(module, "triton_refusals", lambda x: [])
     for known in ALL_CALLS:
         known.forget()
+    monkeypatch.setattr(ahead, "ANY_DEVICE", True)
+    monkeypatch.setattr(ahead, "ENABLED", True)
+    monkeypatch.setattr(ahead, "_seen", set())
     with fake_card() as card, torch.no_grad():
         yield card
     for known in ALL_CALLS:
@@ -62,7 +80,9 @@ def later(card: Card, call: Callable[..., Any], first: Any, rest: tuple[Any, ...
     return [f for f in found if f[1]]
 
 
-def forward(H: int, HV: int, K: int, V: int, impl: str, states: bool = True, gate: str = "bounded") -> Callable[[Any], Any]:
+def forward(
+    H: int, HV: int, K: int, V: int, impl: str, states: bool = True, gate: str = "bounded"
+) -> Callable[[Any], Any]:
     def call(sizes: tuple[int, ...], packed: bool = False) -> None:
         B, T = (1, sum(sizes)) if packed else sizes
         N = len(sizes) if packed else B
@@ -104,7 +124,7 @@ def hopper(card: Card, monkeypatch: pytest.MonkeyPatch) -> Card:
 @pytest.mark.parametrize("states", [True, False])
 def test_forward_on_hopper(hopper: Card, heads: tuple[int, int], states: bool) -> None:
     call = forward(*heads, 128, 128, impl="hopper", states=states)
-    dense = tuple(s for s in DENSE if s[1] > 16) + ((1, 4096), (1, 2000), (4, 1024))
+    dense = (*(s for s in DENSE if s[1] > 16), (1, 4096), (1, 2000), (4, 1024))
     assert not later(hopper, call, dense[0], dense[1:])
     assert not later(hopper, lambda lengths: call(lengths, True), PACKS[0], (*PACKS[1:], (64,) * 100, (2000, 30)))
     assert hopper.kernels

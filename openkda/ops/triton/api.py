@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from openkda.ops.triton.ahead import compile_ahead, first_of_kind, plan, planning
 from openkda.ops.triton.launch import (
     QUICK,
     Tape,
@@ -33,15 +34,19 @@ __all__ = [
     "QUICK",
     "Tape",
     "ceil_div",
+    "compile_ahead",
     "decay_rate",
     "delta_step",
     "dense",
     "empty",
     "find_sequence",
+    "first_of_kind",
     "launch",
     "log2_decay",
     "note",
     "padded",
+    "plan",
+    "planning",
     "power_of_two",
     "quick_sigmoid",
     "record",

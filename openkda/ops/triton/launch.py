@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from openkda.ops.triton.ahead import plan, planning
 from openkda.ops.triton.parameters import Parameters, kernel_of
 from openkda.ops.triton.parameters import driver as find_driver
 
@@ -69,12 +70,15 @@ def launch(
     The first call of a key goes through Triton and compiles, unless Triton already has that binary.
     """
     index = device.index
-    if device.type == "cuda" and index != torch.cuda.current_device():
+    if planning.jobs is None and device.type == "cuda" and index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)
         return
     traits = tuple([None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors])
     key = (id(kernel), num_warps, index, traits, steps, constants)
+    if planning.jobs is not None:
+        plan(key, kernel, (*tensors, *steps, *numbers, *constants), num_warps=num_warps)
+        return
     ready = _compiled.get(key)
     if ready is None:
         ready = kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)

@@ -270,6 +270,9 @@ def test_no_compilation_after_the_first_call(impl: str, monkeypatch: pytest.Monk
     what the first call compiled."""
     from triton import knobs
 
+    from openkda.ops.triton import ahead
+
+    monkeypatch.setattr(ahead, "ENABLED", True)
     options = {"H": 80, "K": 128, "use_qk_l2norm": True, "use_beta_sigmoid": True}
 
     def call(**sizes: Any) -> None:

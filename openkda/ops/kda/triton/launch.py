@@ -7,6 +7,7 @@ All of them fit 99 KB of shared memory, so there is one table for every card.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,17 @@ from torch import Tensor
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.recurrent import DENSE, LISTED, recurrent_kernel
 from openkda.ops.kda.triton.scan import scan_kernel
-from openkda.ops.triton.api import ceil_div, dense, empty, launch, padded, rows_of, walkable
+from openkda.ops.triton.api import (
+    ceil_div,
+    compile_ahead,
+    dense,
+    empty,
+    first_of_kind,
+    launch,
+    padded,
+    rows_of,
+    walkable,
+)  # fmt: skip
 
 CHUNK = 16
 EPS = 1e-6
@@ -39,6 +50,12 @@ class Limited:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *arguments, **options: self.kernel[grid](*arguments, maxnreg=self.registers, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def warmup(self, *arguments: Any, **options: Any) -> Any:
+        return self.kernel.warmup(*arguments, maxnreg=self.registers, **options)
 
 
 PREPARE = Limited(prepare_kernel, 168)
@@ -126,11 +143,32 @@ def forward(a: Args, workspaces: list[Tensor] | None = None) -> tuple[Tensor, Te
     final = a.state if a.index is not None else (new_states(a, N) if a.want_state else None)
     kept = None if a.positions is None else new_states(a, a.positions.numel())
     if N and HV:
-        if kept is None and a.cu is None and T <= RECURRENT_UP_TO:
+        dense = kept is None and a.cu is None
+        if dense and not a.skip and first_of_kind(kind(a), o.device):
+            compile_ahead(o.device, *plans(a))
+        if dense and T <= RECURRENT_UP_TO:
             launch_recurrent(a, DENSE, N, None, None, a.state, final, a.index, o)
         else:
             _chunked(a, o, final, kept, [] if workspaces is None else workspaces)
     return o, final, kept
+
+
+def kind(a: Args) -> tuple[object, ...]:
+    """What calls of a model have in common, whatever their lengths and batches."""
+    tensors = (a.q, a.g, a.beta, a.A_log, a.dt_bias, a.state, a.index)
+    options = (a.gate, a.l2norm, a.sigmoid, a.want_state, a.v_first, a.state_dtype, a.exact)
+    return ("kda", a.q.device.index, *(None if t is None else t.dtype for t in tensors), *a.sizes[2:], *options)
+
+
+def plans(a: Args) -> tuple[Callable[[], object], ...]:
+    """For `compile_ahead`: both ways through dense calls of this kind."""
+    few = replace(a, **{n: getattr(a, n)[:, :CHUNK] for n in ("q", "k", "v", "g", "beta")})
+    o = few.v.new_empty(few.v.shape)
+    final = a.state if a.index is not None else (new_states(a, a.num_sequences) if a.want_state else None)
+    return (
+        lambda: launch_recurrent(few, DENSE, a.num_sequences, None, None, a.state, final, a.index, o),
+        lambda: _chunked(few, o, final, None, []),
+    )
 
 
 def launch_recurrent(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from openkda.ops.kda_block import hopper
 from openkda.ops.kda_block.hopper.one import WARPS, one_kernel
-from openkda.ops.triton.api import launch
+from openkda.ops.triton.api import compile_ahead, first_of_kind, launch
 
 
 def launch_one(
@@ -26,9 +26,15 @@ def launch_one(
     programs = g.shape[0] * H
     constants = (
         H, g.shape[2] // H, wq.shape[1], gate, A_log is not None, dt_bias is not None, slots is not None, dense,
-        programs > hopper.FEW,
     )  # fmt: skip
-    launch(one_kernel, programs, (*tensors, *old, *new), steps, numbers, constants, WARPS.value, q.device)
+
+    def start(many: bool) -> None:
+        launch(one_kernel, programs, (*tensors, *old, *new), steps, numbers, (*constants, many), WARPS.value, q.device)
+
+    dtypes = tuple([None if t is None else t.dtype for t in (*tensors, *old)])
+    if first_of_kind(("one", q.device.index, dtypes, constants), q.device):
+        compile_ahead(q.device, lambda: start(False), lambda: start(True))
+    start(programs > hopper.FEW)
 
 
 def _is_dense(x: Tensor) -> bool:
