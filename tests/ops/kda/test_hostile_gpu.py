@@ -1,0 +1,48 @@
+"""The checks of `hostile_checks.py` on a GPU, through the portable kernels by name and, where Hopper has others, the choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import hostile_checks as checks
+from hostile_checks import BF16, F16, F32
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("impl", ["triton", None])
+@pytest.mark.parametrize(
+    "check", [checks.check_lengths, checks.check_saturated_bound, checks.check_surroundings], ids=lambda f: f.__name__
+)
+def test_forward(check: Any, impl: str | None) -> None:
+    check("cuda", BF16, impl)
+
+
+@pytest.mark.parametrize(
+    "check, dtype",
+    [
+        (checks.check_forgetting, BF16), (checks.check_forgetting, F32), (checks.check_nothing_to_do, BF16),
+        (checks.check_rows_of_zeros, BF16), (checks.check_dirty_memory, BF16), (checks.check_dirty_memory, F32),
+        (checks.check_pools, BF16), (checks.check_many_tokens, BF16), (checks.check_many_tokens, F32),
+        (checks.check_absurd_counts, F32), (checks.check_tiny_gradients, BF16), (checks.check_tiny_gradients, F16),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)  # fmt: skip
+def test_law(check: Any, dtype: torch.dtype) -> None:
+    check("cuda", dtype)
+
+
+def test_strong_decay() -> None:
+    checks.check_strong_decay("cuda", BF16)
+
+
+def test_no_decay() -> None:
+    checks.check_no_decay("cuda")
+
+
+def test_many_heads() -> None:
+    checks.check_many_heads("cuda", BF16)
