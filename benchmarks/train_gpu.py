@@ -62,14 +62,16 @@ class Recorder(Progress):
         self.began = time.perf_counter()
 
     def step(self, report: StepReport) -> None:
-        torch.cuda.synchronize()
+        """A step's loss has been read by now, so the clock ticks once a step of the GPU, which goes on meanwhile."""
         self.clock.append(time.perf_counter())
         self.losses.append(report.loss)
         if report.step == WARMUP:
             torch.cuda.reset_peak_memory_stats()
         if self.profile is not None and report.step == WARMUP:
+            torch.cuda.synchronize()
             self.profile.start()
         if self.profile is not None and report.step == WARMUP + 2:
+            torch.cuda.synchronize()
             self.profile.stop()
             print(self.profile.key_averages().table(sort_by="cuda_time_total", row_limit=24, max_name_column_width=60))
         if report.step == self.options.steps:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from openkda.ops.packing.api import move, move_offsets
 from openkda.training.token_file import TokenFile
 
 
@@ -31,8 +32,8 @@ class Batch:
     cu_seqlens: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        moved = (t.to(device, non_blocking=True) for t in (self.input_ids, self.targets, self.cu_seqlens))
-        return Batch(*moved)
+        """On `device`, in order behind what it has to do; the host goes on at once."""
+        return Batch(move(self.input_ids, device), move(self.targets, device), move_offsets(self.cu_seqlens, device))
 
 
 class Batches:

@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from openkda.layers.balance import QuantileBalancer
 from openkda.models.hybrid import HybridLM
@@ -78,8 +79,9 @@ class Trainer:
         began = time.perf_counter()
         lr = self._set_rate()
         self.model.train()
-        loss = self._gradients()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.grad_clip))
+        total = self._gradients()
+        clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.grad_clip)
+        loss, norm = torch.stack([total, clipped]).tolist()  # the one place where a step waits for the GPU
         self.require_finite("loss", loss, self.step + 1)
         self.require_finite("gradient norm", norm, self.step + 1)
         self.optimizer.step()
@@ -135,8 +137,8 @@ class Trainer:
         self.optimizer.set_rate(lr)
         return lr
 
-    def _gradients(self) -> float:
-        """Accumulate the gradient of the batch's mean loss; every part has the same number of tokens."""
+    def _gradients(self) -> Tensor:
+        """The batch's mean loss, a scalar, and its gradient in the parameters; every part has the same number of tokens."""
         parts = self.options.accumulate
         total = torch.zeros((), device=self.device)
         for index in range(parts):
@@ -144,7 +146,7 @@ class Trainer:
             loss = token_loss(self.model, batch, dtype=self.dtype) / parts
             loss.backward()
             total += loss.detach()
-        return float(total)
+        return total
 
     def _report(
         self, loss: float, lr: float, norm: float, expert_load: float | None, max_logit: float | None

@@ -14,10 +14,10 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from openkda.ops.mla import expanded
 from openkda.ops.mla.call import MLACall
+from openkda.ops.packing.api import longest_sequence
 
 Dense = Callable[[MLACall, Tensor, Tensor], Tensor]
 
@@ -69,33 +69,13 @@ def varlen(call: MLACall) -> Tensor:
     attend, options, q = _varlen_options(q.flatten(0, 1), call.scale)
     longest_q, longest_k = q.shape[0], flat.shape[0]
     if not torch.compiler.is_compiling():  # a graph cannot read the lengths: it takes what they cannot exceed
-        longest_q = _longest(cu_q)
-        longest_k = longest_q if cu_k is cu_q else _longest(cu_k)
+        longest_q = longest_sequence(cu_q)
+        longest_k = longest_q if cu_k is cu_q else longest_sequence(cu_k)
     wide = D - call.v_dim
     if wide < 0:
         q, k = F.pad(q, (0, -wide)), F.pad(k, (0, -wide))
     o = attend(q, k, F.pad(v, (0, max(wide, 0))), cu_q.int(), cu_k.int(), longest_q, longest_k, **options)
     return o[..., : call.v_dim].view(B, T, H, call.v_dim)
-
-
-_known = WeakTensorKeyDictionary()
-
-
-def _longest(cu_seqlens: Tensor) -> int:
-    """The longest sequence; read once from each tensor, because every reading waits for the GPU, and all layers of a training
-    step are given the same one."""
-    if cu_seqlens.is_inference():  # whose changes are not counted
-        return _read(cu_seqlens)
-    version, longest = _known.get(cu_seqlens, (-1, 0))
-    if version != cu_seqlens._version:
-        longest = _read(cu_seqlens)
-        _known[cu_seqlens] = cu_seqlens._version, longest
-    return longest
-
-
-def _read(cu_seqlens: Tensor) -> int:
-    longest: list[int] = cu_seqlens.diff().max().view(1).tolist()
-    return longest[0]
 
 
 @cache

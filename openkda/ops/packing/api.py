@@ -1,4 +1,6 @@
-"""The check of `cu_seqlens` [N + 1], the offsets at which packed sequences begin: 0 = first <= ... <= last = T."""
+"""`cu_seqlens` [N + 1], the offsets at which packed sequences begin, 0 = first <= ... <= last = T: their check, and the longest
+sequence of a pack on a GPU, known to the host without waiting for the GPU more often than it must.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from openkda.ops.device.api import has_values
 
@@ -36,6 +39,42 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
             i = int(drops[0])
             _bad("", "values that never decrease", f"{int(cu_seqlens[i])} then {int(cu_seqlens[i + 1])} at index {i}")
     return cu_seqlens.numel() - 1
+
+
+_LONGEST = WeakTensorKeyDictionary()
+"""(version, longest sequence) of offsets that were read or came from the host."""
+
+
+def longest_sequence(cu_seqlens: Tensor) -> int:
+    """The longest sequence; read once from each tensor, because every reading waits for the GPU, and all layers of a training
+    step are given the same one."""
+    if cu_seqlens.is_inference():  # whose changes are not counted
+        return _read(cu_seqlens)
+    version, longest = _LONGEST.get(cu_seqlens, (-1, 0))
+    if version != cu_seqlens._version:
+        longest = _read(cu_seqlens)
+        _LONGEST[cu_seqlens] = cu_seqlens._version, longest
+    return longest
+
+
+def move_offsets(cu_seqlens: Tensor, device: torch.device) -> Tensor:
+    """Offsets of the host on `device`; `longest_sequence` of them is read here, where it waits for nothing."""
+    moved = move(cu_seqlens, device)
+    if moved.is_cuda and not moved.is_inference():
+        _LONGEST[moved] = moved._version, _read(cu_seqlens)
+    return moved
+
+
+def move(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`. From memory that is not pinned the copy would wait for all that the GPU has to do."""
+    if device.type == "cuda" and t.device.type == "cpu":
+        return t.pin_memory().to(device, non_blocking=True)
+    return t.to(device)
+
+
+def _read(cu_seqlens: Tensor) -> int:
+    longest: list[int] = cu_seqlens.diff().max().view(1).tolist()
+    return longest[0]
 
 
 def _bad(what: str, expected: object, received: object, error: type[Exception] = ValueError) -> NoReturn:

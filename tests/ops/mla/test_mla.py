@@ -264,18 +264,3 @@ def test_what_is_no_tensor_or_number_is_named() -> None:
         api.mla(q, latent, kv_b, lengths=[5, 5])
     with pytest.raises(ValueError, match="scale: expected a finite number, received nan"):
         api.mla(q, latent, kv_b, scale=float("nan"))
-
-
-def test_the_longest_sequence_is_read_once_from_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    original = packed._read
-    monkeypatch.setattr(packed, "_read", lambda cu: (reads.append(1), original(cu))[1])
-    cu = torch.tensor([0, 3, 10])
-    assert [packed._longest(cu) for _ in range(3)] == [7, 7, 7] and len(reads) == 1
-    cu[1] = 1
-    assert packed._longest(cu) == 9 and packed._longest(cu.clone()) == 9 and len(reads) == 3
-    with torch.inference_mode():
-        cu = torch.tensor([0, 3, 10])
-        assert packed._longest(cu) == 7
-        cu[1] = 1
-        assert packed._longest(cu) == 9
