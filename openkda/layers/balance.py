@@ -43,14 +43,14 @@ class QuantileBalancer:
         Returns: for each router, the largest expert load over the target load in that time (1 is perfect; 0: no tokens).
         """
         counts = self._all_reduce()
-        ratios = {}
-        for (name, router), count in zip(self.routers.items(), counts, strict=True):
+        ratios = []
+        for router, count in zip(self.routers.values(), counts, strict=True):
             bias = router.e_score_correction_bias
             bias.copy_(histogram_bias(count[:, :-1].contiguous(), bias, router.k))
             load = count[:, -1]
-            ratios[name] = (load.max() * load.numel() / load.sum().clamp(min=1)).item()
+            ratios.append((load.max() * load.numel() / load.sum().clamp(min=1)).to(counts[0].device))
             router.counts = None
-        return ratios
+        return dict(zip(self.routers, torch.stack(ratios).tolist(), strict=True))  # a GPU is waited for once
 
     def _all_reduce(self) -> list[torch.Tensor]:
         counts = []

@@ -9,7 +9,7 @@ are normalised. Source: Kimi K2 report, taken over by Kimi K3 (section 2.5) toge
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from openkda.layers.mla import GatedMLA
 
@@ -37,10 +37,10 @@ class QKClip:
     @torch.no_grad()
     def step(self) -> dict[str, float]:
         """Scale what is too large, and start watching anew. Returns: for each layer, the largest score since the last call."""
-        largest = {}
+        largest: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
             if layer.largest_logits is not None:
-                largest[name] = float(layer.largest_logits.max())
+                largest[name] = layer.largest_logits.max()
                 gamma = (self.tau / layer.largest_logits.clamp(min=self.tau)).view(-1, 1, 1)
                 shared = layer.kv_a_proj_with_mqa.out_features - layer.kv_lora_rank
                 queries = (layer.q_b_proj if layer.low_rank_q else layer.q_proj).weight.unflatten(0, (layer.heads, -1))
@@ -50,4 +50,8 @@ class QKClip:
                 queries[:, nope:].mul_(gamma)
                 keys.mul_(gamma.sqrt())
             layer.largest_logits = None
-        return largest
+        if not largest:
+            return {}
+        device = next(iter(largest.values())).device
+        read = torch.stack([t.to(device) for t in largest.values()]).tolist()  # a GPU is waited for once
+        return dict(zip(largest, read, strict=True))
