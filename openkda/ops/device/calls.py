@@ -22,6 +22,12 @@ KEY_ANY_DEVICE = False
 """For tests of the host side on a CPU."""
 _PLAIN = (Tensor, torch.nn.Parameter)
 _ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, type})
+_NOTHING = (None, None, None)
+# Found once, because a call asks for each of them.
+_grad_mode = torch.is_grad_enabled
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_tracing = torch._C._get_tracing_state
 
 
 class Repeated:
@@ -35,7 +41,7 @@ class Repeated:
     def __init__(self, most: int = 4096, training: bool = False) -> None:
         self.modules: dict[Key, ModuleType] = {}
         self.replays: dict[Key, Callable[..., Any]] = {}
-        self._latest: dict[Key, tuple[Key, Callable[..., bool] | None]] = {}
+        self._latest: dict[Key, tuple[Key | None, Callable[..., bool] | None, Callable[..., Any] | None]] = {}
         self._most, self._training = most, training
 
     def look(
@@ -45,22 +51,21 @@ class Repeated:
 
         A key costs a microsecond a tensor. Of the latest key with these options a guard is kept, one call for all tensors.
         """
-        if not (KEY_ANY_DEVICE or getattr(tensors[0], "is_cuda", False)):
+        if not (KEY_ANY_DEVICE or getattr(tensors[0], "is_cuda", False)) or is_watched():
             return None, None
-        if is_watched() or not _ATOMS.issuperset(map(type, options)):
+        kind = (_grad_mode(), *options, *map(type, tensors))  # which the guard does not look at
+        try:
+            before, guard, again = self._latest.get(kind, _NOTHING)
+        except TypeError:  # an option that has no hash
             return None, None
-        kind = (torch.is_grad_enabled(), *options, *[t is None for t in tensors])  # which the guard does not look at
-        key, guard = self._latest.get(kind, (None, None))
-        if key is not None and guard is not None and guard(*[t for t in tensors if t is not None]):
-            again = self.replays.get(key)
-            if again is not None:
-                return key, again
-        before, key = key, call_key(tensors, options, self._training)
+        if guard is not None and guard(*[t for t in tensors if t is not None]):
+            return before, again
+        key = call_key(tensors, options, self._training)
         again = None if key is None else self.replays.get(key)
         if key is not None and again is not None:
             if len(self._latest) >= _MOST_KINDS:
                 self._latest.clear()
-            self._latest[kind] = key, guard_of(tensors) if key == before else None
+            self._latest[kind] = key, guard_of(tensors) if key == before else None, again
         return key, again
 
     def module(self, key: Key | None, choose: Callable[[], ModuleType]) -> ModuleType:
@@ -104,11 +109,7 @@ def guard_of(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
 def is_watched() -> bool:
     """Whether someone looks at calls from outside: torch.compile, torch.jit, torch.func, dispatch modes (fake tensors)."""
     return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
+        torch.compiler.is_compiling() or _modes() or forward_ad._current_level >= 0 or _transforms() or _tracing()
     )
 
 
