@@ -29,6 +29,8 @@ from openkda.ops.kda.hopper.forward import GATES, STATES, allocate
 from openkda.ops.kda.hopper.fused_factors import gate_partition, next_stage, score_partition
 from openkda.ops.kda.hopper.fused_state import fused_state_partition
 
+APART = gl.constexpr(launch.APART)
+
 
 @gluon.jit
 def wgmma_chain(out_ptr, reps, K: gl.constexpr, N: gl.constexpr, DTYPE: gl.constexpr):
@@ -137,19 +139,34 @@ def state_stub(bars, places):
 
 @gluon.jit
 def gates(
-    descs, beta_ptr, a_log_ptr, dt_ptr, stages, dec_s, hand, own, bars, places, T, HV, scale, bound, REAL: gl.constexpr
+    descs,
+    beta_ptr,
+    a_log_ptr,
+    dt_ptr,
+    k_ptr,
+    stages,
+    dec_s,
+    hand,
+    own,
+    bars,
+    places,
+    T,
+    HV,
+    scale,
+    bound,
+    REAL: gl.constexpr,
 ):
     if REAL:
         gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, own[0], own[1], bars, places, HV,
-                       T, 1, HV, scale, bound, gl.constexpr(False), gl.constexpr(16))  # fmt: skip
+                       T, 1, HV, scale, bound, k_ptr, HV * 128, gl.constexpr(False), gl.constexpr(16), APART)  # fmt: skip
     else:
         gate_stub(bars, places, HV, HV, T)
 
 
 @gluon.jit
-def scores(stages, hand, la_s, bars, places, REAL: gl.constexpr):
+def scores(stages, hand, dec_s, bars, places, REAL: gl.constexpr):
     if REAL:
-        score_partition(stages, hand, la_s, bars, places)
+        score_partition(stages, hand, dec_s, bars, places, APART)
     else:
         score_stub(bars, places)
 
@@ -172,26 +189,26 @@ def states(
 ):
     if REAL:
         fused_state_partition(v_desc, o_desc, o_ptr, st_ptr, st_ptr, values, stages, others, sends, bars, places, HV, half,
-                              gl.constexpr(1), gl.constexpr(True))  # fmt: skip
+                              gl.constexpr(1), gl.constexpr(True), APART)  # fmt: skip
     else:
         state_stub(bars, places)
 
 
 @gluon.jit(do_not_specialize=["T"])
 def role_kernel(
-    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, st_ptr, T, HV, scale, bound,
+    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, st_ptr, k_ptr, T, HV, scale, bound,
     WITH_GATES: gl.constexpr, WITH_SCORES: gl.constexpr, WITH_STATES: gl.constexpr,
 ):  # fmt: skip
     """Some roles of the fused forward at work, the others signalling only."""
-    stages, hand, own, others, values, bars = allocate()
+    stages, hand, own, others, values, bars = allocate(APART)
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], 1)
     places = turns(3)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (scores, (stages, hand, others[2], bars[1], places, WITH_SCORES)),
-            (gates, (descs, beta_ptr, a_log_ptr, dt_ptr, stages, others[0], hand, own, bars[0], places, T,
+            (scores, (stages, hand, others[0], bars[1], places, WITH_SCORES)),
+            (gates, (descs, beta_ptr, a_log_ptr, dt_ptr, k_ptr, stages, others[0], hand, own, bars[0], places, T,
                      HV, scale, bound, WITH_GATES)),
             (states, (v_desc, o_desc, o_ptr, st_ptr, values[0], stages, others, sends, bars[2], places, HV, gl.constexpr(0),
                       WITH_STATES)),
@@ -233,7 +250,7 @@ def main():
     half = [launch._tiles(x, [64, 64], launch._HALF) for x in (v, o)]
     out = torch.empty(256, device="cuda")
     st = torch.zeros(h, 128, 128, device="cuda")
-    tail = (o, beta, a_log, dt, st, t, h, 0.088, -5.0)
+    tail = (o, beta, a_log, dt, st, k, t, h, 0.088, -5.0)
     for heads in (96, 12):
         for stages in (2, 3):
             x = ms(partial(empty_steps[(heads,)], *rows, out, t // 64, stages, num_warps=4))

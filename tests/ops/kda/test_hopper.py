@@ -253,10 +253,10 @@ def _signature() -> dict[str, str]:
     named = {n: f"tensordesc<bf16[64, 128],{rows!r}>" for n in ("q_desc", "k_desc", "g_desc")}
     named |= {n: f"tensordesc<bf16[64, 64],{half!r}>" for n in ("v_desc", "o_desc")}
     named |= {"x_desc": f"tensordesc<fp16[64, 128],{rows!r}>", "tm_desc": f"tensordesc<fp16[32, 32],{rows!r}>"}
-    named |= {"o_ptr": "*bf16", "beta_ptr": "*bf16", "cu_ptr": "*i32", "ranks_ptr": "*i32"}
+    named |= {"o_ptr": "*bf16", "k_ptr": "*bf16", "beta_ptr": "*bf16", "cu_ptr": "*i32", "ranks_ptr": "*i32"}
     floats = ("a_log_ptr", "dt_ptr", "s0_ptr", "st_ptr", "dec_ptr", "local_ptr", "transition_ptr")
     named |= {n: "*fp32" for n in (*floats, "m_ptr", "l_ptr", "init_ptr")}
-    sizes = ("T", "rows", "HV", "groups", "n_seqs", "segments", "chains")
+    sizes = ("T", "rows", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
     return named | {n: "i32" for n in sizes} | {"scale": "fp32", "bound": "fp32"}
 
 
@@ -292,9 +292,10 @@ def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[di
     return counts, built.metadata.shared, remarks
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("which, varlen", [(w, v) for w in ("fused", "prepare", "scan", "split") for v in (False, True)]
                          + [("prepare, long pack", True), ("ends", False), ("merge", False)])  # fmt: skip
-def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
+def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: bool) -> None:
     """A spilled register costs hundreds of cycles here: shared memory leaves the L1 cache no room (docs/decisions.md)."""
     pytest.importorskip("triton", reason="triton is not installed")
     from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
@@ -309,7 +310,7 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
     scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "SPLIT": False}
     options = {"num_warps": 8} if which == "merge" else {}
     kernel, constants, spill, shared = {
-        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 16}, 224, 232448),
+        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 16}, 304, 232448),
         "prepare": (
             kda_prepare_kernel,
             {"VARLEN": varlen, "NP": 8, "LAST_FIRST": not varlen},
@@ -322,6 +323,7 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool) -> None:
         "ends": (kda_ends_kernel, {}, 16, 232448),
         "merge": (merge_segments_kernel, {"HAS_S0": True, "HAS_ST": True, "BV": 16}, 0, 232448),
     }[which]
+    constants = constants if which == "merge" else constants | {"APART": apart}
     counts, used, remarks = _compile(kernel, constants, **options)
     assert counts["spill stores"] <= spill and counts["spill loads"] <= spill, remarks
     assert used <= shared

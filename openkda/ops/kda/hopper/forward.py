@@ -35,7 +35,7 @@ GATES, STATES = gl.constexpr(80), gl.constexpr(152)  # registers a thread; score
 
 
 @gluon.jit
-def allocate():
+def allocate(APART: gl.constexpr = False):
     """Shared memory and barriers of a CTA."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
@@ -43,13 +43,14 @@ def allocate():
     kc_s = gl.allocate_shared_memory(gl.float16, [3, 64, 128], S64)
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], S128)
     v1_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], S128)
-    # of a stage: decay, beta, the neighbour tiles of L
-    dec_s = gl.allocate_shared_memory(gl.float32, [3, 128], FLAT1)
+    # of a stage: decay and last key, beta
+    dec_s = gl.allocate_shared_memory(gl.float32, [3, 256 if APART else 128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT1)
-    la_s = gl.allocate_shared_memory(gl.float16, [3, 1024], FLAT1)
-    # from gates to scores, every other chunk: anchors (and tile sums before them), decay over tile 1, norms of k and q
+    # from gates to scores, every other chunk: anchors (and tile sums before them), decay over tile 1, norms of k and q; APART:
+    # decays from each tile's start to the chunk's end
     h_s = gl.allocate_shared_memory(gl.float16, [6, 512], FLAT1)
     e1_s = gl.allocate_shared_memory(gl.float16, [2, 128], FLAT1)
+    fe_s = gl.allocate_shared_memory(gl.float32, [2, 512 if APART else 1], FLAT1)
     n_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
     sends_s = gl.allocate_shared_memory(gl.int32, [3, 4], FLAT1)
@@ -66,20 +67,21 @@ def allocate():
     v1 = (v1_s, barriers(1, 1))
     fence_async_shared()
     stages = (q_s, k_s, g_s, kc_s)
-    hand = (h_s, e1_s, n_s, b_s)
+    hand = (h_s, e1_s, n_s, b_s, fe_s)
     gate_bars = ((qk_full, g_full), ready, hand_free, free)
     score_bars = (ready, kq_ready, lm_ready, hand_free)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)
-    return stages, hand, (c2_s, sends_s), (dec_s, b_s, la_s), (v0, v1), (gate_bars, score_bars, state_bars)
+    return stages, hand, (c2_s, sends_s), (dec_s, b_s), (v0, v1), (gate_bars, score_bars, state_bars)
 
 
 @gluon.jit(do_not_specialize=["T", "chains"])
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
-    HV, groups, T, chains, scale, bound,
+    k_ptr, HV, groups, k_row, T, chains, scale, bound,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
-    stages, hand, own, others, values, bars = allocate()
+    stages, hand, own, others, values, bars = allocate(APART)
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], groups)
     places = turns(3)
@@ -87,13 +89,14 @@ def kda_forward_kernel(
     entering = s0_ptr if STATE_IN == 1 else dt_ptr  # read by nobody then
     gl.warp_specialize(
         [
-            (score_partition, (stages, hand, others[2], bars[1], places)),
+            (score_partition, (stages, hand, others[0], bars[1], places, APART)),
             (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
-                              bars[0], places, chains, T, groups, HV, scale, bound, VARLEN, NP)),
+                              bars[0], places, chains, T, groups, HV, scale, bound, k_ptr, k_row,
+                              VARLEN, NP, APART)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
-                                     HV, gl.constexpr(0), STATE_IN, STATE_OUT)),
+                                     HV, gl.constexpr(0), STATE_IN, STATE_OUT, APART)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, sends, bars[2], places,
-                                     HV, gl.constexpr(1), STATE_IN, STATE_OUT)),
+                                     HV, gl.constexpr(1), STATE_IN, STATE_OUT, APART)),
         ],
         [4, 4, 4],
         [GATES, STATES, STATES],

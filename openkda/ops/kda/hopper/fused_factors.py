@@ -27,11 +27,14 @@ from openkda.ops.kda.hopper.factors import (
     _clean,
     _flat,
     _half_view,
+    _last_key,
     _load_beta,
+    _load_row,
     _masked,
     _rescale_columns,
     _rows,
     _scores,
+    _shares,
     _square_norm,
     _store_m,
     _sum_operand,
@@ -46,7 +49,7 @@ LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
 
 @gluon.jit
-def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s):
+def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s, APART: gl.constexpr):
     """Slice s of 32 channels: raw gates to log2 decays in fp16, in place, their tile sums to t_s, keys scaled to the end of
     their tile to kc_s. The decays are the operand of the sums as they leave the gate: they need not come back from memory."""
     view = _half_view(g_s)._reinterpret(gl.float16, [4, 64, SW], S64).index(s)
@@ -55,6 +58,8 @@ def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s):
     x = _rcp(_ex2(x * c1 + c2[None, :]) * per + per)
     x16 = x.to(gl.float16)
     view.store(x16)
+    if APART:
+        x = x16.to(gl.float32)
     t_s._reinterpret(gl.float32, [4, 4, SW], FLAT2).index(s).store(gl.sum(x.reshape([4, 16, SW]), axis=1))
     b = gl.convert_layout(x16.reshape([4, 16, SW]), B3H, assert_trivial=True)
     hs = mma_v2(_tri(True), b, gl.zeros([4, 16, SW], gl.float32, M3))
@@ -107,7 +112,7 @@ def _fetch(descs, stages, full, st, row, hv, groups, pred):
 @gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
-    scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr,
+    scale, bound, k_ptr, k_row, VARLEN: gl.constexpr, NP: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks.
 
@@ -164,6 +169,9 @@ def gate_partition(
             left = gl.where(last, length_n, n - 64)
             kc = k_s.index(st)
             gc = g_s.index(st)
+            if APART:
+                final = gl.minimum(n, 64) - 1
+                key = _load_row(k_ptr, k_row, row0 + c * 64 + final, hv // groups)
             if sent0 == 0:
                 mbarrier.wait(free.index(st), phase ^ 1)
                 _fetch(descs, stages, full, st, row0 + c * 64, hv, groups, True)
@@ -195,9 +203,16 @@ def gate_partition(
             t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
             following = next_stage(st, phase)
             for s in range(4):
-                _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
+                _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s, APART)
             e1, xb, fk, ck = _anchors(hand, odd)
-            dec_s.index(st).store(_tile_factors(_tile_sums(t_s), xb, fk, ck, e1))
+            if APART:
+                kl, part = _last_key(key, n_s.index(odd).slice(0, 64, dim=0), b_s.index(st), final)
+                dec_s.index(st).slice(128, 128, dim=0).store(part)
+                kl = gl.convert_layout(kl, gl.SliceLayout(0, FR))
+                dec = _tile_factors(_tile_sums(t_s), xb, fk, ck, e1, hand[4].index(odd), kl, True)
+                dec_s.index(st).slice(0, 128, dim=0).store(dec)
+            else:
+                dec_s.index(st).store(_tile_factors(_tile_sums(t_s), xb, fk, ck, e1))
             gl.thread_barrier()
             mbarrier.arrive(ready.index(st), count=1)
             st, phase = following
@@ -209,15 +224,16 @@ def gate_partition(
 
 
 @gluon.jit
-def parts_of_l(tm_s, la_s):
+def parts_of_l(tm_s):
     """Where L waits for its inversion, in the tile that T will have: diagonal tiles [column, tile, row] in fp32, neighbours
-    [pair, row, column], the far block [row, column]."""
+    [pair, row, column], the far block [row, column], in whose upper half, where there are no scores, lie the neighbours."""
     halves = tm_s.index(1)._reinterpret(gl.float16, [2, 64, 32], S64)
-    return halves.index(0), la_s._reinterpret(gl.float16, [2, 32, 16], FLAT3), halves.index(1)
+    neighbours = tm_s.index(1)._reinterpret(gl.float16, [4, 2, 32, 16], FLAT3).index(2)
+    return halves.index(0), neighbours, halves.index(1)
 
 
 @gluon.jit
-def score_partition(stages, hand, la_s, bars, places):
+def score_partition(stages, hand, dec_s, bars, places, APART: gl.constexpr):
     """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time."""
     q_s, k_s, g_s, kc_s = stages
     n_s, b_s = hand[2], hand[3]
@@ -230,7 +246,7 @@ def score_partition(stages, hand, la_s, bars, places):
     while length >= 0:
         length = receive(places, turn)[3]
         turn += 1
-        for _ in range((length + 63) // 64):
+        for c in range((length + 63) // 64):
             mbarrier.wait(ready.index(st), phase)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             rk = norms.index(2 * odd).load(gl.SliceLayout(2, M3))
@@ -239,19 +255,25 @@ def score_partition(stages, hand, la_s, bars, places):
             qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
             e1, xb, fk, ck = _anchors(hand, odd)
             raw = (q_s.index(st), k_s.index(st), g_s.index(st))
-            acc = _scores(raw, rq, rk, (kc_s.index(st), e1, xb, fk), kt, qt)
-            _rescale_columns(kc_s.index(st), ck)
+            work = (kc_s.index(st), e1, xb, fk)
+            if APART:
+                w = _shares(kc_s.index(st), ck, b_s.index(st), gl.minimum(length - c * 64, 64) - 1)
+                last = dec_s.index(st).slice(128, 128, dim=0)
+                acc = _scores(raw, rq, rk, work, kt, qt, (w, hand[4].index(odd), last), True)
+            else:
+                acc = _scores(raw, rq, rk, work, kt, qt)
+                _rescale_columns(kc_s.index(st), ck)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)
             mbarrier.arrive(hand_free.index(odd), count=1)
             tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
-            diagonal, neighbours, far = parts_of_l(tm_s, la_s.index(st))
+            diagonal, neighbours, far = parts_of_l(tm_s)
             low, m = _masked(acc, b_s.index(st))
             diagonal._reinterpret(gl.float32, [16, 4, 16], FLAT3).permute((1, 2, 0)).store(low[0])
-            neighbours.store(low[1])
             far.store(low[2])
             _store_m(tm_s.index(0), m[0], m[1])
+            neighbours.store(low[1])
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(lm_ready.index(st), count=1)

@@ -21,6 +21,7 @@ from openkda.ops.kda.hopper.state import (
     ACC_S,
     ACC_T,
     S128,
+    _last_token,
     _row_scale,
     _stage_output,
     _state_offsets,
@@ -30,9 +31,9 @@ from openkda.ops.kda.hopper.state import (
 
 
 @gluon.jit
-def _invert(tm_s, la_s, b_s):
+def _invert(tm_s, b_s):
     """T = (1 + beta L)^-1 beta in place of the parts of L."""
-    diagonal, neighbours, far = parts_of_l(tm_s, la_s)
+    diagonal, neighbours, far = parts_of_l(tm_s)
     xp_s = far._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
     la = neighbours.load(APH)
     lf = far.load(A2H)
@@ -50,14 +51,14 @@ def _invert(tm_s, la_s, b_s):
 @gluon.jit
 def fused_state_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values, stages, others, sends, bars, places, HV,
-    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr,
+    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Carries 64 value rows of the transposed state through chain after chain, in registers. Its chunks alternate with the
     other half's in who inverts. The output leaves through the tile that held Kt, so that the values of the next chunk can
     come as soon as R is computed."""
     q_s, k_s, g_s, kc_s = stages
     v_s, v_full = values
-    dec_s, b_s, la_s = others
+    dec_s, b_s = others
     kq_ready, lm_ready, t_ready, kt_read, free = bars
     turn = 0
     length = 0
@@ -83,7 +84,7 @@ def fused_state_partition(
                 tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
                 if even == half:
                     mbarrier.wait(lm_ready.index(st), phase)
-                    _invert(tm_s, la_s.index(st), b_s.index(st))
+                    _invert(tm_s, b_s.index(st))
                     mbarrier.arrive(t_ready.index(st), count=1)
                 mbarrier.wait(v_full.index(0), even)
                 if n < 64:
@@ -101,6 +102,8 @@ def fused_state_partition(
                 r = warpgroup_mma_wait(0, deps=[r])
                 r = _values(v_s) * sc_t - r
                 ar = gl.convert_layout(r.to(gl.float16), A_T)
+                if APART:
+                    final = _last_token(r, n)
                 gl.thread_barrier()
                 mbarrier.arrive(kt_read.index(0), count=1)
                 more = c + 1 < chunks
@@ -119,7 +122,11 @@ def fused_state_partition(
                 mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
                 out = k_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
                 _stage_output(o, inv, out)
-                s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
+                if APART:
+                    s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
+                    s += final * dec_s.index(st).slice(128, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
+                else:
+                    s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
                 s = warpgroup_mma(gl.convert_layout(u16, A_S), kc_s.index(st), s, is_async=True)
                 _write_output(o_desc, o_ptr, out, row0 + c * 64, col0, n, HV)
                 s = warpgroup_mma_wait(0, deps=[s])

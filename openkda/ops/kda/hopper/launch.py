@@ -40,6 +40,8 @@ from openkda.ops.triton.api import note
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
+APART = False
+"""Whether the last key of a chunk is kept apart (state.py)."""
 _OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
 
@@ -177,7 +179,12 @@ def _descriptor(base: Memory, rows: int, columns: int, stride: int, block: list[
 def _tiles(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
     """[B, T, H, 128] as a matrix [B T, H 128] of tiles."""
     b, t, h, d = x.shape
-    return _descriptor(x, b * t, h * d, x.stride(1) if b * t > 1 else h * d, block, layout)
+    return _descriptor(x, b * t, h * d, _row_stride(x), block, layout)
+
+
+def _row_stride(x: Tensor) -> int:
+    b, t, h, d = x.shape
+    return x.stride(1) if b * t > 1 else h * d
 
 
 def _launch(
@@ -226,8 +233,8 @@ def _prepare(p: _Problem) -> _Operands:
     _launch(
         kda_prepare_kernel, (count, 1),
         (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors),
-        (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens),
-        (hv, hv // p.q.shape[2]), (t, n, p.scale, p.lower_bound), (packed, padded, not packed),
+        (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens, p.k),
+        (hv, hv // p.q.shape[2], _row_stride(p.k)), (t, n, p.scale, p.lower_bound), (packed, padded, not packed, APART),
         p.index,
     )  # fmt: skip
     return w
@@ -244,7 +251,7 @@ def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Te
         (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
         (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st),
         (hv,), (length, p.q.shape[0] * p.tokens),
-        (0 if s0 is None else 1, st is not None, cu is not None, split),
+        (0 if s0 is None else 1, st is not None, cu is not None, split, APART),
         p.index,
     )  # fmt: skip
 
@@ -279,7 +286,7 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
     local, transition, entering = (_Place(states.data_ptr() + i * size * 4, torch.float32) for i in range(3))
     _launch(
         kda_ends_kernel, (2 * n * hv, 1), (*w.descriptors, _tiles(p.v, [CHUNK, 64], _HALF)),
-        (w.decay, local, transition), (hv,), (length, b * t), (), p.index,
+        (w.decay, local, transition), (hv,), (length, b * t), (APART,), p.index,
     )  # fmt: skip
     _launch(
         merge_segments_kernel, (b * hv, 128 // _MERGED_COLUMNS), (),
@@ -303,7 +310,7 @@ def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None
         kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
         (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
          _tiles(o, half, _HALF)),
-        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
-        (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound),
-        (0 if s0 is None else 1, st is not None, cu is not None, padded), p.index,
+        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks, p.k),
+        (hv, hv // p.q.shape[2], _row_stride(p.k)), (p.tokens, n * hv, p.scale, p.lower_bound),
+        (0 if s0 is None else 1, st is not None, cu is not None, padded, APART), p.index,
     )  # fmt: skip

@@ -25,11 +25,14 @@ from openkda.ops.kda.hopper.factors import (
     _columns,
     _gates,
     _invert_tiles,
+    _last_key,
     _load_beta,
+    _load_row,
     _masked,
     _merge_tiles,
     _rescale_columns,
     _scores,
+    _shares,
     _square_norm,
     _store_m,
     _store_t,
@@ -74,6 +77,7 @@ def _store_quarters(tm_desc, ws, tm_s):
 def _prepare_chunk(
     q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
     slot, hv, row0, n, groups, HV, scale, bound, norm_ptr, NORMS: gl.constexpr = False,
+    k_ptr=0, k_row=0, APART: gl.constexpr = False,
 ):  # fmt: skip
     """Factors of one chunk and value head; NORMS: and what its keys and queries were multiplied by. What each tile of shared
     memory holds, in this order:
@@ -115,13 +119,17 @@ def _prepare_chunk(
     c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
     c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
     beta = _load_beta(beta_ptr, row0, n, hv, HV)
+    last = gl.minimum(n, 64) - 1
+    if APART:
+        n_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
+        key = _load_row(k_ptr, k_row, row0 + last, hq)
     b_s.store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
     ws = slot * HV + hv
 
     mbarrier.wait(full.index(0), 0)
     if n < 64:
         _clean(g_s, n, -3.0e38)
-    _gates(g_s, c2_s, t_s, c1, bound * LOG2E)
+    _gates(g_s, c2_s, t_s, c1, bound * LOG2E, APART)
     mbarrier.wait(full.index(1), 0)
     if n < 64:
         _clean(k_s, n, 0.0)
@@ -134,12 +142,26 @@ def _prepare_chunk(
         gl.store(at, rk, mask=tile * 16 < n)
         gl.store(at + 16, rq, mask=tile * 16 < n)
     rq = scale * rq
-    dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
-    gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
-    _columns(g_s, k_s, rk, kc_s)
     # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
-    acc = _scores((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
-    _rescale_columns(kc_s, ck_s)
+    work = (kc_s, e1_s, xb_s, fk_s)
+    at = dec_ptr + ws.to(gl.int64) * (256 if APART else 128) + gl.arange(0, 128, layout=gl.SliceLayout(0, FR))
+    if APART:
+        n_s.reshape([4, 16]).store(rk)
+        c, part = _last_key(key, n_s, b_s, last)
+        c2_s.store(part)
+        c = gl.convert_layout(c, gl.SliceLayout(0, FR))
+        gl.store(at + 128, gl.convert_layout(part, gl.SliceLayout(0, FR)))
+        dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s, t_s, c, True)
+        gl.store(at, dec)
+        _columns(g_s, k_s, rk, kc_s)
+        w = _shares(kc_s, ck_s, b_s, last)
+        acc = _scores((q_s, k_s, g_s), rq, rk, work, kt_s, qt_s, (w, t_s, c2_s), True)
+    else:
+        dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
+        gl.store(at, dec)
+        _columns(g_s, k_s, rk, kc_s)
+        acc = _scores((q_s, k_s, g_s), rq, rk, work, kt_s, qt_s)
+        _rescale_columns(kc_s, ck_s)
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(x_desc, [ws * 192, 0], kt_s)
@@ -159,8 +181,9 @@ def _prepare_chunk(
 
 @gluon.jit(do_not_specialize=["T", "n_seqs"])
 def kda_prepare_kernel(
-    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, ranks_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr,
-    HV, groups, T, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr,
+    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, ranks_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr, k_ptr,
+    HV, groups, k_row, T, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     """Factors of one chunk and value head, three programs an SM.
 
@@ -177,13 +200,13 @@ def kda_prepare_kernel(
             slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
             _prepare_chunk(
                 q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
-                groups, HV, scale, bound, dec_ptr,
+                groups, HV, scale, bound, dec_ptr, False, k_ptr, k_row, APART,
             )  # fmt: skip
     else:
         slot, hv, row0, n = _locate(item, 0, cu_ptr, HV, T, VARLEN)
         _prepare_chunk(
             q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
-            groups, HV, scale, bound, dec_ptr,
+            groups, HV, scale, bound, dec_ptr, False, k_ptr, k_row, APART,
         )  # fmt: skip
 
 

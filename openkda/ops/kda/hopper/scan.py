@@ -25,6 +25,7 @@ from openkda.ops.kda.hopper.state import (  # fmt: skip
     ACC_S,
     ACC_T,
     S128,
+    _last_token,
     _row_scale,
     _stage_output,
     _state_offsets,
@@ -34,12 +35,12 @@ from openkda.ops.kda.hopper.state import (  # fmt: skip
 
 
 @gluon.jit
-def operand_tiles():
-    """Shared memory of two chunks' Kt, Qt, Kh, decay, T and M."""
+def operand_tiles(APART: gl.constexpr = False):
+    """Shared memory of two chunks' Kt, Qt, Kh, decay (APART: and last key), T and M."""
     kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     qt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
+    dec_s = gl.allocate_shared_memory(gl.float32, [2, 256 if APART else 128], FLAT1)
     tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     m_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     return kt_s, qt_s, kh_s, dec_s, tt_s, m_s
@@ -58,13 +59,14 @@ def operand_barriers(users: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr,
+    x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr, APART: gl.constexpr = False,
 ):  # fmt: skip
     """One warp that keeps two chunks of operands in flight; without OUTPUT neither Qt nor M."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     kq_ready, kh_ready, kh_free, tm_ready, free = bars
     L: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    i = gl.arange(0, 128, layout=L)
+    W: gl.constexpr = 256 if APART else 128
+    i = gl.arange(0, W, layout=L)
     t_q = tt_s._reinterpret(gl.float16, [8, 32, 32], S64)
     m_q = m_s._reinterpret(gl.float16, [8, 32, 32], S64)
     for c in range(chunks):
@@ -72,7 +74,7 @@ def load_partition(
         used = ((c >> 1) & 1) ^ 1
         ws = (slot0 + c) * HV + hv
         row = ws * 192
-        dec = gl.load(dec_ptr + ws.to(gl.int64) * 128 + i)
+        dec = gl.load(dec_ptr + ws.to(gl.int64) * W + i)
         mbarrier.wait(free.index(st), used)
         mbarrier.expect(kq_ready.index(st), 32768 if OUTPUT else 16384)
         tma.async_copy_global_to_shared(x_desc, [row, 0], kq_ready.index(st), kt_s.index(st))
@@ -127,6 +129,7 @@ def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
 def scan_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
+    APART: gl.constexpr = False,
 ):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through prepared chunks, in registers. Nothing but
     R, U and S is in the chain from state to state:
@@ -177,7 +180,14 @@ def scan_partition(
             mbarrier.wait(tm_ready.index(st), phase)
             u = warpgroup_mma(ar, tt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
             mbarrier.wait(kh_ready.index(st), phase)
-            s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
+            if APART:
+                s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
+                s += (
+                    _last_token(r, length - c * 64)
+                    * dec_s.index(st).slice(128, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
+                )
+            else:
+                s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
             u = warpgroup_mma_wait(0, deps=[u])
             u16 = u.to(gl.float16)
             s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
@@ -212,7 +222,7 @@ def scan_partition(
 @gluon.jit(do_not_specialize=["T", "rows"])
 def kda_scan_kernel(
     x_desc, tm_desc, v_desc, o_desc, dec_ptr, ranks_ptr, o_ptr, s0_ptr, st_ptr, HV, T, rows,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, SPLIT: gl.constexpr,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, SPLIT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels.
 
@@ -236,7 +246,7 @@ def kda_scan_kernel(
         slot0 = seq * ((T + 63) // 64)
         row0 = seq * T
         length = gl.minimum(T, rows - row0)
-    ops = operand_tiles()
+    ops = operand_tiles(APART)
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
     lb = operand_barriers(1 if SPLIT else 2)
     sb0 = (barriers(4, 1), lb)
@@ -248,9 +258,9 @@ def kda_scan_kernel(
         gl.warp_specialize(
             [
                 (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
-                                   half, STATE_IN, STATE_OUT)),
+                                   half, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True), APART)),
                 (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
-                                   gl.constexpr(True))),
+                                   gl.constexpr(True), APART)),
             ],
             [1],
             [40],
@@ -262,11 +272,11 @@ def kda_scan_kernel(
         gl.warp_specialize(
             [
                 (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
-                                   0, STATE_IN, STATE_OUT)),
+                                   0, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True), APART)),
                 (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, seq, hv, HV,
-                                   1, STATE_IN, STATE_OUT)),
+                                   1, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True), APART)),
                 (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
-                                   gl.constexpr(True))),
+                                   gl.constexpr(True), APART)),
             ],
             [4, 1],
             [232, 32],
@@ -274,7 +284,7 @@ def kda_scan_kernel(
 
 
 @gluon.jit(do_not_specialize=["T", "rows"])
-def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr, HV, T, rows):
+def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr, HV, T, rows, APART: gl.constexpr):
     """State at the end of every range of T tokens from zero (local), and its transition matrix, side by side: both need
     the same operands. One CTA a (range, value head, half of the value channels)."""
     pid = gl.program_id(0)
@@ -285,7 +295,7 @@ def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr,
     length = gl.minimum(T, rows - row0)
     kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
+    dec_s = gl.allocate_shared_memory(gl.float32, [2, 256 if APART else 128], FLAT1)
     tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
     lb = operand_barriers(2)
@@ -298,11 +308,12 @@ def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr,
         [
             (scan_partition, (v_desc, v_desc, local_ptr, local_ptr, local_ptr, v_s, ops, bars, row0, length, seq, hv, HV,
                                half, gl.constexpr(0), gl.constexpr(True), gl.constexpr(True),
-                               gl.constexpr(False))),
+                               gl.constexpr(False), APART)),
             (scan_partition, (v_desc, v_desc, transition_ptr, transition_ptr, transition_ptr, v_s, ops, bars, row0,
                                length, seq, hv, HV, half, gl.constexpr(2), gl.constexpr(True), gl.constexpr(False),
-                               gl.constexpr(False))),
-            (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, (length + 63) // 64, hv, HV, gl.constexpr(False))),
+                               gl.constexpr(False), APART)),
+            (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, (length + 63) // 64, hv, HV, gl.constexpr(False),
+                              APART)),
         ],
         [4, 1],
         [232, 32],

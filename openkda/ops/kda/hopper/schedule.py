@@ -14,8 +14,9 @@ from __future__ import annotations
 CHUNK = 64
 WORKSPACE = 2 << 30
 """Bytes of prepared chunks alive at once; a longer sequence goes through in windows of tokens, carrying its state."""
-SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 128 * 4
-"""A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels in float32."""
+SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 2 * 128 * 4
+"""A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels and its last key in
+float32."""
 
 _PREPARE_US, _PREPARE_START_US = 3.85, 12.0
 """A chunk and head on one SM; what the last programs leave idle."""
