@@ -63,10 +63,10 @@ def _prepare(a: Args, slots: int, tiles: int, token: Tensor) -> _Operands:
     N, packed, device = a.num_sequences, a.cu is not None, a.q.device
     count = slots * HV
     padded = padded_count(N) if packed else 16
-    workspace = empty((count * SLOT_BYTES + 16 * padded + 16,), torch.uint8, device)
+    workspace = empty((count * SLOT_BYTES + 16 * padded + 32,), torch.uint8, device)  # ranks, and a counter beside them
     at = workspace.data_ptr()
     rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
-    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
+    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES + 16, torch.int32)
     descriptors = (
         _descriptor(rows, count * 3 * CHUNK, HEAD, HEAD, [CHUNK, HEAD], _ROWS),
         _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
