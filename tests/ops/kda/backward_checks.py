@@ -272,7 +272,7 @@ def check_positions(device: str, dtype: torch.dtype, T: int = 70) -> None:
         got, want = found
         if 0 not in ends:  # q reads, it does not write
             got["dq"] = want["dq"] = want["dk"]
-        check_gradients(f"{lengths} {v_first} {ends}", got, want, limits(dtype))
+        hold(f"{lengths} {v_first} {ends}", x, got, want)  # of 2 heads: sums that cancel by chance
 
 
 def check_key_lengths(device: str, dtype: torch.dtype, T: int = 70) -> None:
