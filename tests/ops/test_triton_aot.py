@@ -338,6 +338,15 @@ UNEVEN: dict[str, Callable[[], list[Launch]]] = {
 """K and V of different blocks: names that hold vectors of both widths do not compile, and the interpreter does not mind."""
 
 
+REGISTERS = {
+    "prepare_kernel": 168, "recurrent_kernel": 160, "keep_kernel": 208, "one_kernel": 184, "conv_kernel": 80,
+    "conv_gradient_kernel": 80, "step_kernel": 32, "norm_kernel": 88, "loss_kernel": 64, "glu_kernel": 40,
+    "glu_gradient_kernel": 48, "part_kernel": 192, "sum_kernel": 32, "combine_kernel": 48, "logits_kernel": 64,
+    "choose_kernel": 96, "mix_kernel": 112, "mix_gradient_kernel": 128, "bank_kernel": 120, "merge_kernel": 56,
+}  # fmt: skip
+"""Most a thread on Hopper: what Triton 3.6 gives, up to the next 8. More would mean fewer programs on a processor. A kernel
+that is not named holds a whole tile of a state or of scores and may have all 255."""
+
 LIMITED_SPILLS = 32
 """Instructions, of a kernel that was given a limit of registers because more programs on a processor outweigh them: `prepare`
 at 168 has 10 to 26 and takes 0.91 ms where 211 registers and none take 0.99 (openkda/ops/kda/triton/launch.py)."""
@@ -350,18 +359,26 @@ def test_hopper_compiles_without_spills(name: str) -> None:
         report = compiled(launch, 90)
         where = f"{launch.kernel.__name__} {launch.options}: {report}"
         assert report.spills <= (LIMITED_SPILLS if "maxnreg" in launch.options else 0), where
-        assert report.registers <= 255 and report.shared <= SHARED[90], where
+        assert report.registers <= REGISTERS.get(launch.kernel.__name__, 255) and report.shared <= SHARED[90], where
+
+
+OTHERS = (
+    "bounded", "softplus", "packed-positions", "log-decay-unscaled-keys", "recurrent", "block", "block-all", "commit", "conv",
+    "norm",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("name", ["bounded", "softplus", "recurrent", "block", "conv", "norm"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_cards_compile(name: str, capability: int) -> None:
-    """Their registers are not tuned for: up to 16 spilled words are accepted (Ampere keeps its operands in registers)."""
+    """Their registers are not tuned for: a few spilled words are accepted, 32 instructions (Ampere keeps its operands in
+    registers), and 64 for a step of several tokens, whose loop carries a state and its windows (50 on Blackwell)."""
     for launch in CASES[name]():
         report = compiled(launch, capability)
         where = f"{launch.kernel.__name__} {launch.options}: {report}"
-        assert report.spills <= 32 and report.shared <= SHARED[capability], where
+        most = 64 if name == "block-all" else 32
+        assert report.spills <= most and report.shared <= SHARED[capability], where
 
 
 @pytest.mark.slow

@@ -1,4 +1,12 @@
-"""Second level of the exact two-level scan: carries states across segments, S' = M S + L, in float32."""
+"""Second level of the exact two-level scan: carries states across segments, S' = M S + L, in float32.
+
+    memory     M_1 L_1 | M_2 L_2      | M_3 L_3      | ...        of the next segment, loaded while this one's are multiplied
+    tensor     -       | M_1 S_0 + L_1| M_2 S_1 + L_2| ...        tf32 in three products
+    out        S_0     | S_1          | S_2          | ...  S_P   what the scan of every segment starts from
+
+A program is a head of a sequence and a block of value channels: columns of S never meet. The same algebra between stretches
+that lie in different memories is `ops/kda/two_level.py`.
+"""
 
 from __future__ import annotations
 
