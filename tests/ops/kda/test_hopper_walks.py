@@ -175,6 +175,59 @@ def test_compiles_for_sm90(which: str, split: bool, monkeypatch: pytest.MonkeyPa
     assert "serialized" not in remarks, remarks
 
 
+@pytest.mark.parametrize("gate", [0, 1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_the_host_hands_over(gate: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel gets all its arguments, in their order; matrices begin where their memory does."""
+    from openkda.ops.kda.hopper import walks
+    from openkda.ops.kda.triton.launch import readable
+
+    B, T, H, HV = (1 if packed else 2), 150, 1, 2
+    rand = lambda *shape: torch.randn(shape).bfloat16()  # noqa: E731
+    q, v, beta = rand(B, T, H, 128), rand(B, T, HV, 128), rand(B, T, HV)
+    cu = torch.tensor([0, 20, 150]) if packed else None
+    N = 2
+    s0 = torch.randn(N, HV, 128, 128)
+    a = readable(q, q, v, v, beta, torch.zeros(HV) if gate else None, torch.zeros(HV, 128) if gate else None, cu, s0, None,
+                 None, gate, -5.0, 0.1, True, True, True, False, torch.float32, False, False)  # fmt: skip
+    seen: dict[str, dict[str, Any]] = {}
+
+    def launch(kernel: Any, grid: Any, descriptors: Any, pointers: Any, sizes: Any, numbers: Any, constants: Any, index: Any,
+               **options: int) -> None:  # fmt: skip
+        given = (*descriptors, *pointers, *sizes, *numbers, *constants)
+        assert len(given) == len(kernel.arg_names), (kernel, len(given))
+        seen[kernel.fn.__name__] = dict(zip(kernel.arg_names, given, strict=True)) | {"grid": grid[0]}
+
+    monkeypatch.setattr(walks, "_launch", launch)
+    monkeypatch.setattr(walks, "_sm_count", lambda index: 132)
+    slots, tiles = (B * -(-T // c) if cu is None else T // c + N for c in (64, 16))
+    f16 = lambda *shape: torch.zeros(shape, dtype=torch.float16)  # noqa: E731
+    u, dd, s, ds = f16(B, T, HV, 128), f16(B, T, HV, 128), f16(HV, slots, 128, 128), f16(HV, slots, 128, 128)
+    units = [
+        torch.zeros(HV, tiles, 2, 16),
+        torch.zeros(HV, tiles, 2, 16),
+        torch.zeros(HV, slots, 2),
+        torch.zeros(HV, slots, 2),
+    ]
+    token, ds0 = torch.zeros(HV, tiles, 3, 16), torch.zeros(N, HV, 128, 128)
+    walks.walk(a, v, s0, slots, tiles, token, u.view(-1), dd, s.view(-1), ds.view(-1), *units, ds0)
+    prepare = seen["kda_prepare_backward_kernel" if gate == 2 else "kda_prepare_levels_kernel"]
+    assert prepare["norm_ptr"] is token and prepare["VARLEN"] == packed and prepare["grid"] == slots * HV
+    assert (prepare["T"], prepare["tiles"], prepare["groups"], prepare["scale"]) == (T, tiles, HV // H, 0.1)
+    assert prepare.get("bound", -5.0) == -5.0 and prepare.get("GATE", 2) == gate
+    for name, made, kept in (("kda_replay_kernel", u, s), ("kda_reverse_kernel", dd, ds)):
+        given = seen[name]
+        mine = given["u_desc" if made is u else "dd_desc"]
+        assert mine.base.data_ptr() == made.data_ptr() and mine.shape == [B * T, HV * 128]
+        states = given["s_desc" if made is u else "ds_desc"]
+        assert states.base.data_ptr() == kept.data_ptr() and states.shape == [HV * slots * 128, 128]
+        assert (given["T"], given["rows"], given["saves"], given["tiles"]) == (T, B * T, slots, tiles)
+        assert given["grid"] == 2 * N * HV and given["SPLIT"] and given["STATE_IN"]
+        assert given["x_desc"].base.data_ptr() == prepare["x_desc"].base.data_ptr()
+        assert given["dec_ptr"].data_ptr() == prepare["dec_ptr"].data_ptr()
+    assert seen["kda_reverse_kernel"]["ds0_ptr"] is ds0 and seen["kda_reverse_kernel"]["ds1_ptr"] is s0
+
+
 def inputs(seed: int, **sizes: Any) -> KDAInputs:
     sizes = {"gate": "bounded"} | sizes
     x = make_inputs(seed, K=128, use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False, **sizes)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openkda.ops.kda.hopper import HEAD
-from openkda.ops.kda.hopper.backward import BOUNDED
+from openkda.ops.kda.hopper.backward import BOUNDED, REGISTERS
 from openkda.ops.kda.hopper.launch import (
     _HALF,
     _ROWS,
@@ -82,5 +82,6 @@ def _prepare(a: Args, slots: int, tiles: int, token: Tensor) -> _Operands:
         (decay, ranks, beta, A_log, dt_bias, beta if a.cu is None else a.cu, token),
         (HV, HV // H), (*numbers, a.bound) if bounded else numbers,
         constants if bounded else (*constants, False, True, a.gate), device.index,
+        **({} if bounded else {"maxnreg": REGISTERS}),
     )  # fmt: skip
     return _Operands(workspace, descriptors, decay, ranks)
