@@ -60,12 +60,12 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
         self.A_log = nn.Parameter(torch.empty(self.v_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(decays, dtype=torch.float32))
         self.b_proj = nn.Linear(hidden, self.v_heads, bias=False)
-        self.full_rank_gate = config.use_full_rank_gate
+        self.full_rank_gate, self.gate_bias = config.use_full_rank_gate, config.output_gate_bias
         if self.full_rank_gate:
             self.g_proj = nn.Linear(hidden, values, bias=False)
         else:
             self.g_a_proj = nn.Linear(hidden, self.key_dim, bias=False)
-            self.g_b_proj = nn.Linear(self.key_dim, values, bias=False)
+            self.g_b_proj = nn.Linear(self.key_dim, values, bias=config.output_gate_bias)
         self.o_norm = GatedRMSNorm(self.v_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)
         init_weights(self, config.initializer_range)

@@ -42,6 +42,7 @@ class ModelConfig:
     short_conv_kernel_size: int = 4
     gate_lower_bound: float | None = None
     use_full_rank_gate: bool = False  # the OUTPUT gate: one matrix, or a bottleneck of kda_head_dim
+    output_gate_bias: bool = False  # on the bottleneck's second matrix: fla's layers have one, published models none
 
     # Gated MLA (no position encoding: the "rope" dims are not rotated, but they stay in the score)
     num_attention_heads: int
@@ -161,6 +162,8 @@ def _check(c: ModelConfig) -> None:
         _bad("kda_num_v_heads", f"a multiple of kda_num_heads = {c.kda_num_heads}", c.kda_num_v_heads)
     if c.short_conv_kernel_size not in (2, 3, 4):
         _bad("short_conv_kernel_size", "2, 3 or 4", c.short_conv_kernel_size)
+    if c.output_gate_bias and c.use_full_rank_gate:
+        _bad("output_gate_bias", "false with use_full_rank_gate", True)
     if c.qk_rope_head_dim < 0:
         _bad("qk_rope_head_dim", "0 or more", c.qk_rope_head_dim)
     if c.gate_lower_bound is not None and not -5.0 <= c.gate_lower_bound < 0.0:

@@ -132,9 +132,10 @@ def _kda_parameters(c: ModelConfig) -> int:
 
 
 def _kda_vectors(c: ModelConfig) -> int:
-    """Convolutions, dt_bias, A_log, o_norm."""
+    """Convolutions, dt_bias, A_log, o_norm, the output gate's bias."""
     decays = c.kda_v_heads * c.kda_head_dim
-    return _kda_channels(c) * c.short_conv_kernel_size + decays + c.kda_v_heads + c.kda_v_dim
+    bias = c.kda_v_heads * c.kda_v_dim if c.output_gate_bias else 0
+    return _kda_channels(c) * c.short_conv_kernel_size + decays + c.kda_v_heads + c.kda_v_dim + bias
 
 
 def _mla_parameters(c: ModelConfig) -> int:

@@ -89,6 +89,7 @@ def to_published(official: OfficialConfig) -> dict[str, Any]:
     unsayable = {
         "kda_num_v_heads": c.kda_v_heads != c.kda_num_heads,
         "kda_v_head_dim": c.kda_v_dim != c.kda_head_dim,
+        "output_gate_bias": c.output_gate_bias,
         "mla_norm_eps": c.mla_norm_eps != 1e-6,
         "vision": (c.vision is not None) != (official.kind == "kimi_k3"),
     }

@@ -65,8 +65,9 @@ def from_fla(weights: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tenso
 def load_fla(layer: KimiDeltaAttention, weights: Mapping[str, Tensor], prefix: str = "") -> None:
     """Copy fla's weights into `layer`, each in the parameter's own dtype and on its device; nothing changes on an error.
 
-    A gate bias that is not zero becomes a parameter of `layer.g_b_proj`, which such a layer then trains and saves; without
-    one, a bias from an earlier load goes.
+    With `output_gate_bias` in its config the layer has a gate bias, zeros where the weights bring none. To any other layer a
+    bias that is not zero is added as a parameter of `layer.g_b_proj`, of which its config knows nothing: such a model trains,
+    but its checkpoints do not load. Without one, a bias from an earlier load goes.
     Raises: ValueError for a full-rank output gate (Kimi K3), which fla's layer does not have, for keys as in
     `from_fla`, and for shapes that differ, all of them named.
     """
@@ -74,6 +75,8 @@ def load_fla(layer: KimiDeltaAttention, weights: Mapping[str, Tensor], prefix: s
         raise ValueError("layer: expected use_full_rank_gate=False (fla's gate has two matrices), received True")
     ours = from_fla(weights, prefix)
     bias = ours.pop("g_b_proj.bias", None)
+    if bias is None and layer.gate_bias:
+        bias = torch.zeros(layer.g_b_proj.out_features)
     own = {name: p for name, p in layer.named_parameters() if name != "g_b_proj.bias"}
     expected = {name: tuple(p.shape) for name, p in own.items()}
     received = {name: tuple(t.shape) for name, t in ours.items()}
