@@ -5,12 +5,14 @@ Needs flash-linear-attention 0.6.0 (fla-core alone has the ops, not the layers).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from openkda.compat.fla.models import load_fla_model
 from openkda.compat.fla.weights import KEYS, load_fla
 from openkda.layers.kda import KimiDeltaAttention
 from openkda.models.config import ModelConfig
@@ -83,3 +85,31 @@ def test_same_outputs_and_gradients(fla_layer: Any, bound: float | None, packed:
         error, bar = rel(got[n], w), rel(peer[n].view(w.shape), w)
         assert error < max(1.5 * bar, 1e-2), f"{n}: {error:.2e} against fla's {bar:.2e}"
         assert rel(got[n], peer[n].view(w.shape)) < 6e-2, n
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_a_whole_model(tmp_path: Path, bound: float | None) -> None:
+    """fla's `KDAForCausalLM`, saved by transformers and loaded as ours: both in bfloat16 as far from float32 on a CPU."""
+    pytest.importorskip("fla.layers.kda")
+    models = pytest.importorskip("fla.models.kda")
+    torch.manual_seed(0)
+    theirs = models.KDAForCausalLM(
+        models.KDAConfig(
+            hidden_size=HIDDEN, num_heads=HEADS, num_v_heads=V_HEADS, head_dim=SIZE, num_hidden_layers=2, vocab_size=512,
+            intermediate_size=384, lower_bound=bound, safe_gate=bound is not None, norm_eps=1e-5,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                p.add_(torch.randn_like(p), alpha=0.3)
+    theirs.save_pretrained(tmp_path / "fla")
+    exact, ours = load_fla_model(tmp_path / "fla"), load_fla_model(tmp_path / "fla", device="cuda")
+    theirs = theirs.cuda().eval()
+    ids = torch.randint(512, (2, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = exact(ids).logits
+        with torch.autocast("cuda", torch.bfloat16):
+            got, peer = ours(ids.cuda()).logits, theirs(ids.cuda()).logits
+    error, bar = rel(got.cpu().float(), want), rel(peer.cpu().float(), want)
+    assert error < max(1.5 * bar, 1e-2) and bar < 0.1, f"{error:.2e} against fla's {bar:.2e}"
