@@ -339,7 +339,7 @@ UNEVEN: dict[str, Callable[[], list[Launch]]] = {
 
 
 REGISTERS = {
-    "prepare_kernel": 168, "recurrent_kernel": 160, "keep_kernel": 208, "one_kernel": 184, "conv_kernel": 80,
+    "prepare_kernel": 168, "recurrent_kernel": 168, "keep_kernel": 208, "one_kernel": 184, "conv_kernel": 80,
     "conv_gradient_kernel": 80, "step_kernel": 32, "norm_kernel": 88, "loss_kernel": 64, "glu_kernel": 40,
     "glu_gradient_kernel": 48, "part_kernel": 192, "sum_kernel": 32, "combine_kernel": 48, "logits_kernel": 64,
     "choose_kernel": 96, "mix_kernel": 112, "mix_gradient_kernel": 128, "bank_kernel": 120, "merge_kernel": 56,

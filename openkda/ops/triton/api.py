@@ -41,6 +41,7 @@ __all__ = [
     "empty",
     "find_sequence",
     "first_of_kind",
+    "forget",
     "launch",
     "log2_decay",
     "note",
@@ -155,9 +156,19 @@ def unit_length(x, eps):
 
 
 @triton.jit
+def forget(S, g):
+    """Rows of S [BK, BV] times 2^g. Slow decays as S + S (2^g - 1): a factor near 1 has no bits for what it takes away, and
+    what it lacks is the same at every step."""
+    slow = g > -0.5
+    y = g * LN2
+    less = y * (1.0 + y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y * (1 / 720 + y * (1 / 5040)))))))
+    return tl.where(slow[:, None], S, 0.0) + S * tl.where(slow, less, tl.exp2(g))[:, None]
+
+
+@triton.jit
 def delta_step(S, q, k, v, g, beta):
     """One token: S [BK, BV], log2 decay g [BK] -> (new S, S_new^T q)."""
-    S = S * tl.exp2(g)[:, None]
+    S = forget(S, g)
     u = beta * (v - tl.sum(S * k[:, None], axis=0))
     o = tl.sum(S * q[:, None], axis=0) + tl.sum(k * q, axis=0) * u
     return S + k[:, None] * u[None, :], o

@@ -61,8 +61,8 @@ def test_slow_decay_over_4096_steps() -> None:
         for t in range(4096):
             rows = [getattr(x, n)[:, t] for n in TOKENS]
             _, state = kda_step(*rows, state, gate=x.gate, use_beta_sigmoid=True, impl="triton")
-    # A decay of 1 - 8e-5 is 1.8e-8 off in float32, the same way each step: 7.5e-5 after 4096 (0.3 if rounded to bfloat16).
-    check_close("state, step by step", state, want.final_state, 1.5e-4)
+    # As a float32 factor, 1 - 8e-5 is 1.8e-8 off, the same way each step: 7.5e-5 after 4096 (0.3 if rounded to bfloat16).
+    check_close("state, step by step", state, want.final_state, 1e-5)
     check_close("state, chunks", checks.run(x).final_state, want.final_state, LIMITS[BF16][1])  # type: ignore[arg-type]
 
 
