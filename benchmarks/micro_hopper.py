@@ -157,8 +157,9 @@ def gates(
     REAL: gl.constexpr,
 ):
     if REAL:
+        rows = (k_ptr, k_ptr, k_ptr, k_ptr, HV * 128, HV * 128, HV * 128, HV * 128)
         gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, own[0], own[1], bars, places, HV,
-                       T, 1, HV, scale, bound, k_ptr, HV * 128, gl.constexpr(False), gl.constexpr(16), APART)  # fmt: skip
+                       T, 1, HV, scale, bound, rows, gl.constexpr(False), gl.constexpr(16), APART)  # fmt: skip
     else:
         gate_stub(bars, places, HV, HV, T)
 

@@ -253,10 +253,11 @@ def _signature() -> dict[str, str]:
     named = {n: f"tensordesc<bf16[64, 128],{rows!r}>" for n in ("q_desc", "k_desc", "g_desc")}
     named |= {n: f"tensordesc<bf16[64, 64],{half!r}>" for n in ("v_desc", "o_desc")}
     named |= {"x_desc": f"tensordesc<fp16[64, 128],{rows!r}>", "tm_desc": f"tensordesc<fp16[32, 32],{rows!r}>"}
-    named |= {"o_ptr": "*bf16", "k_ptr": "*bf16", "beta_ptr": "*bf16", "cu_ptr": "*i32", "ranks_ptr": "*i32"}
+    named |= {"o_ptr": "*bf16", "beta_ptr": "*bf16", "cu_ptr": "*i32", "ranks_ptr": "*i32"}
     floats = ("a_log_ptr", "dt_ptr", "s0_ptr", "st_ptr", "dec_ptr", "local_ptr", "transition_ptr")
     named |= {n: "*fp32" for n in (*floats, "m_ptr", "l_ptr", "init_ptr")}
-    sizes = ("T", "rows", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
+    named |= {n: "*bf16" for n in ("q_ptr", "k_ptr", "g_ptr", "v_ptr")}
+    sizes = ("q_row", "g_row", "v_row", "T", "rows", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
     return named | {n: "i32" for n in sizes} | {"scale": "fp32", "bound": "fp32"}
 
 

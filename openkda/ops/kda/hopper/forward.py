@@ -77,13 +77,14 @@ def allocate(APART: gl.constexpr = False):
 @gluon.jit(do_not_specialize=["T", "chains"])
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
-    k_ptr, HV, groups, k_row, T, chains, scale, bound,
+    q_ptr, k_ptr, g_ptr, v_ptr, HV, groups, q_row, k_row, g_row, v_row, T, chains, scale, bound,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr,
     APART: gl.constexpr,
 ):  # fmt: skip
     stages, hand, own, others, values, bars = allocate(APART)
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], groups)
+    rows = (q_ptr, k_ptr, g_ptr, v_ptr, q_row, k_row, g_row, v_row)
     places = turns(3)
     fence_async_shared()
     entering = s0_ptr if STATE_IN == 1 else dt_ptr  # read by nobody then
@@ -91,7 +92,7 @@ def kda_forward_kernel(
         [
             (score_partition, (stages, hand, others[0], bars[1], places, APART)),
             (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
-                              bars[0], places, chains, T, groups, HV, scale, bound, k_ptr, k_row,
+                              bars[0], places, chains, T, groups, HV, scale, bound, rows,
                               VARLEN, NP, APART)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(0), STATE_IN, STATE_OUT, APART)),

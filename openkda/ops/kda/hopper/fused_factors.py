@@ -43,6 +43,7 @@ from openkda.ops.kda.hopper.factors import (
 )
 from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt
 
+AHEAD = gl.constexpr(False)  # whether the tiles of the chunk after next but one are sent to the L2 cache
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
 LBS = gl.constexpr(_sum_operand(32))
 LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
@@ -96,23 +97,37 @@ def next_stage(st, phase):
 
 
 @gluon.jit
-def _fetch(descs, stages, full, st, row, hv, groups, pred):
-    """Raw tiles of a chunk on their way to a stage."""
-    q_desc, k_desc, g_desc = descs
-    q_s, k_s, g_s = stages[0], stages[1], stages[2]
-    qk_full, g_full = full
+def fetch_qk(descs, stages, full, st, row, hv, groups, pred):
+    """Raw queries and keys of a chunk on their way to a stage."""
     column = hv // groups * 128
-    mbarrier.expect(qk_full.index(st), 32768, pred=pred)
-    tma.async_copy_global_to_shared(k_desc, [row, column], qk_full.index(st), k_s.index(st), pred=pred)
-    tma.async_copy_global_to_shared(q_desc, [row, column], qk_full.index(st), q_s.index(st), pred=pred)
-    mbarrier.expect(g_full.index(st), 16384, pred=pred)
-    tma.async_copy_global_to_shared(g_desc, [row, hv * 128], g_full.index(st), g_s.index(st), pred=pred)
+    bar = full[0].index(st)
+    mbarrier.expect(bar, 32768, pred=pred)
+    tma.async_copy_global_to_shared(descs[1], [row, column], bar, stages[1].index(st), pred=pred)
+    tma.async_copy_global_to_shared(descs[0], [row, column], bar, stages[0].index(st), pred=pred)
+
+
+@gluon.jit
+def fetch_g(descs, stages, full, st, row, hv, pred):
+    """Raw gates of a chunk on their way to a stage."""
+    bar = full[1].index(st)
+    mbarrier.expect(bar, 16384, pred=pred)
+    tma.async_copy_global_to_shared(descs[2], [row, hv * 128], bar, stages[2].index(st), pred=pred)
+
+
+@gluon.jit
+def _to_l2(ptr, stride, row, left, head):
+    """A tile's 128 cache lines on their way from memory to the L2 cache."""
+    i = gl.arange(0, 128, layout=F1)
+    at = ptr + (row + gl.minimum(i // 2, left - 1)).to(gl.int64) * stride + (head * 128 + i % 2 * 64)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
-    scale, bound, k_ptr, k_row, VARLEN: gl.constexpr, NP: gl.constexpr, APART: gl.constexpr,
+    scale, bound, rows, VARLEN: gl.constexpr, NP: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks.
 
@@ -171,10 +186,11 @@ def gate_partition(
             gc = g_s.index(st)
             if APART:
                 final = gl.minimum(n, 64) - 1
-                key = _load_row(k_ptr, k_row, row0 + c * 64 + final, hv // groups)
+                key = _load_row(rows[1], rows[5], row0 + c * 64 + final, hv // groups)
             if sent0 == 0:
                 mbarrier.wait(free.index(st), phase ^ 1)
-                _fetch(descs, stages, full, st, row0 + c * 64, hv, groups, True)
+                fetch_qk(descs, stages, full, st, row0 + c * 64, hv, groups, True)
+                fetch_g(descs, stages, full, st, row0 + c * 64, hv, True)
             mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)
             mbarrier.wait(qk_full.index(st), phase)
             b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))  # the stage is this chunk's only now
@@ -184,6 +200,13 @@ def gate_partition(
             to_row = gl.where(over < 0, row0 + (c + 3) * 64, row_n + over * 64)
             to_head = gl.where(over < 0, hv, hv_n)
             known = gl.where(over < 0, 1, known)
+            if AHEAD:
+                to_left = gl.where(over < 0, length - (c + 3) * 64, length_n - over * 64)
+                if to_left > 0:
+                    _to_l2(rows[0], rows[4], to_row, to_left, to_head // groups)
+                    _to_l2(rows[1], rows[5], to_row, to_left, to_head // groups)
+                    _to_l2(rows[2], rows[6], to_row, to_left, to_head)
+                    _to_l2(rows[3], rows[7], to_row, to_left, to_head)
             sends_s.index(st).store(gl.where(word == 0, to_row, gl.where(word == 1, to_head, known)))
             sent0 = sent1
             sent1 = sent2

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from openkda.ops.kda.hopper.chains import LENTRY, field, receive
 from openkda.ops.kda.hopper.factors import A2H, APH, FLAT2, FLAT3, S64, _clean, _merge_tiles, _store_t, _substitute
-from openkda.ops.kda.hopper.fused_factors import _fetch, next_stage, parts_of_l
+from openkda.ops.kda.hopper.fused_factors import fetch_g, fetch_qk, next_stage, parts_of_l
 from openkda.ops.kda.hopper.state import (
     A_S,
     A_T,
@@ -28,6 +28,10 @@ from openkda.ops.kda.hopper.state import (
     _values,
     _write_output,
 )
+
+EARLY = gl.constexpr(
+    False
+)  # queries and keys are sent for when the output is computed; it leaves through the tile of M and T
 
 
 @gluon.jit
@@ -105,7 +109,8 @@ def fused_state_partition(
                 if APART:
                     final = _last_token(r, n)
                 gl.thread_barrier()
-                mbarrier.arrive(kt_read.index(0), count=1)
+                if not EARLY:
+                    mbarrier.arrive(kt_read.index(0), count=1)
                 more = c + 1 < chunks
                 mbarrier.expect(v_full.index(0), 8192, pred=more)
                 tma.async_copy_global_to_shared(v_desc, [row0 + (c + 1) * 64, col0], v_full.index(0), v_s, pred=more)
@@ -119,8 +124,17 @@ def fused_state_partition(
                 o = warpgroup_mma(a, qt.permute((1, 0)), zero, use_acc=False, is_async=True)
                 o = warpgroup_mma(au, tm_s.index(0).permute((1, 0)), o, is_async=True)
                 o = warpgroup_mma_wait(0, deps=[o])
-                mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
                 out = k_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
+                if EARLY:
+                    gl.thread_barrier()
+                    mbarrier.arrive(kt_read.index(0), count=1)
+                    out = g_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
+                mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
+                descs, sends_s, full, groups = sends
+                word = sends_s.index(st).load(LENTRY)
+                if EARLY:  # noqa: SIM102 (constants)
+                    if half == 1:
+                        fetch_qk(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
                 _stage_output(o, inv, out)
                 if APART:
                     s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
@@ -134,12 +148,12 @@ def fused_state_partition(
                 if n < 64:
                     fence_async_shared()
                 if half == 1:
-                    descs, sends_s, full, groups = sends
-                    word = sends_s.index(st).load(LENTRY)
                     gl.thread_barrier()
                     mbarrier.arrive(free.index(st), count=1)
                     mbarrier.wait(free.index(st), phase)
-                    _fetch(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
+                    if not EARLY:
+                        fetch_qk(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
+                    fetch_g(descs, stages, full, st, field(word, 0), field(word, 1), field(word, 2) > 0)
                 else:
                     gl.thread_barrier()
                     mbarrier.arrive(free.index(st), count=1)
