@@ -7,6 +7,7 @@ descriptors in two to five launches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -35,7 +36,9 @@ from openkda.ops.kda.hopper.schedule import (
     segment_tokens,
     slots,
 )
-from openkda.ops.triton.api import note
+from openkda.ops.kda.triton.launch import plans as portable_plans
+from openkda.ops.kda.triton.launch import readable
+from openkda.ops.triton.api import compile_ahead, first_of_kind, note, plan, planning
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -108,12 +111,13 @@ class _Problem:
 class _Operands:
     """Prepared chunks in `workspace`: descriptors of Kt, Qt, Kh [slots HV 3 64, 128] and the quarters of T, M
     [slots HV 6 32, 32] in fp16, decay [slots HV, 128] in fp32. ranks: a pack's sequences by length, [sequences, 4] int32,
-    and a counter."""
+    and a counter. apart: Kh without the last key's part (state.py), and that key behind the decay."""
 
     workspace: Tensor
     descriptors: tuple[TensorDescriptor, ...]
     decay: _Place
     ranks: _Place
+    apart: bool = False
 
 
 def forward(
@@ -140,6 +144,7 @@ def forward(
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (p.sequences, p.heads, 128, 128)
     st = torch.empty(shape, dtype=torch.float32, device=v.device) if final_state else None
+    _compile_ahead(p, initial_state, st)
     if schedule is None:
         schedule = choose(p.tokens, p.sequences, p.heads, cu_seqlens is not None, _sm_count(p.index))
     if schedule == "fused":
@@ -149,6 +154,23 @@ def forward(
     else:
         _segments(p, initial_state, st, o, int(schedule[1]))
     return o, st
+
+
+def _compile_ahead(p: _Problem, s0: Tensor | None, st: Tensor | None) -> None:
+    """At the first call of a kind the kernels of all schedules, and for dense calls those of `SHORT` ones."""
+    packed = p.cu_seqlens is not None
+    optional = (p.cu_seqlens, s0, st)
+    kind = (p.index, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
+    if not first_of_kind(("hopper", kind, padded_count(p.sequences) if packed else 0), p.q.device):
+        return
+    few = replace(p.window(0, min(p.tokens, CHUNK)), workspaces=None)
+    o = few.v.new_empty(few.v.shape)
+    plans: list[Callable[[], object]] = [lambda: _fused(few, s0, st, o), lambda: _two_pass(few, s0, st, o)]
+    if not packed:
+        tokens = (p.q, p.k, p.v, p.g, p.beta, p.a_log, p.dt_bias, None, s0, None, None)
+        a = readable(*tokens, 2, p.lower_bound, p.scale, True, True, st is not None, False, torch.float32, False, False)
+        plans += [lambda: _segments(few, s0, st, o, 1), *portable_plans(a)]
+    compile_ahead(p.q.device, *plans)
 
 
 @cache
@@ -200,6 +222,10 @@ def _launch(
     addresses = [x.data_ptr() for x in pointers]
     traits = [(x.dtype, a % 16 == 0) for x, a in zip(pointers, addresses, strict=True)]
     key = (id(kernel), index, sizes, constants, *traits)
+    if planning.jobs is not None:
+        arguments = (*descriptors, *pointers, *sizes, *numbers, *constants)
+        plan(key, kernel, arguments, **(_OPTIONS | options))
+        return
     ready = _compiled.get(key)
     if ready is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
         if len(_compiled) >= _MOST_COMPILED:
@@ -228,7 +254,7 @@ def _prepare(p: _Problem) -> _Operands:
         _descriptor(rows, count * 3 * CHUNK, 128, 128, [CHUNK, 128], _ROWS),
         _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
     )
-    w = _Operands(workspace, descriptors, decay, ranks)
+    w = _Operands(workspace, descriptors, decay, ranks, APART)
     block = [CHUNK, 128]
     _launch(
         kda_prepare_kernel, (count, 1),
@@ -243,17 +269,18 @@ def _prepare(p: _Problem) -> _Operands:
 def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int) -> None:
     """One pass over n ranges of `length` tokens (or the pack's), from s0, writing o and, where wanted, end states to st."""
     cu, hv = p.cu_seqlens, p.heads
-    split = is_split(n * hv, _sm_count(p.index))
     block = [CHUNK, 64]
     decay = w.decay
-    _launch(
-        kda_scan_kernel, (n * hv * (2 if split else 1), 1),
-        (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
-        (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st),
-        (hv,), (length, p.q.shape[0] * p.tokens),
-        (0 if s0 is None else 1, st is not None, cu is not None, split, APART),
-        p.index,
-    )  # fmt: skip
+    planned = planning.jobs is not None
+    for split in (False, True) if planned else (is_split(n * hv, _sm_count(p.index)),):
+        _launch(
+            kda_scan_kernel, (n * hv * (2 if split else 1), 1),
+            (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
+            (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st),
+            (hv,), (length, p.q.shape[0] * p.tokens),
+            (0 if s0 is None else 1, st is not None, cu is not None, split, w.apart),
+            p.index,
+        )  # fmt: skip
 
 
 def _two_pass(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
@@ -275,7 +302,7 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
     length = segment_tokens(t, count)
     if p.cu_seqlens is not None:
         raise ValueError("segments need dense sequences, received cu_seqlens")
-    if t % length and b > 1:
+    if t % length and b > 1 and planning.jobs is None:
         raise ValueError(f"segments of {length} tokens need T divisible by it when B > 1, received B={b}, T={t}")
     count = ceil_div(t, length)
     n = b * count
@@ -286,7 +313,7 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
     local, transition, entering = (_Place(states.data_ptr() + i * size * 4, torch.float32) for i in range(3))
     _launch(
         kda_ends_kernel, (2 * n * hv, 1), (*w.descriptors, _tiles(p.v, [CHUNK, 64], _HALF)),
-        (w.decay, local, transition), (hv,), (length, b * t), (APART,), p.index,
+        (w.decay, local, transition), (hv,), (length, b * t), (w.apart,), p.index,
     )  # fmt: skip
     _launch(
         merge_segments_kernel, (b * hv, 128 // _MERGED_COLUMNS), (),
