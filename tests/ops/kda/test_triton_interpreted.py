@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,30 @@ if INTERPRETED:
         assert x.grad is not None
         with pytest.raises(NotImplementedError, match="reference"):
             short_conv_step(x, leaves[2], state, impl="triton")[0].sum().backward()
+
+    def spread(x: torch.Tensor, file: Path) -> torch.Tensor:
+        """x [1, T, ..] with its tokens 2^27 + 16 elements apart, in a file that has no pages for what lies between."""
+        step, inner = 2**27 + 16, x[0, 0].numel()
+        memory = torch.from_file(str(file), shared=True, size=(x.shape[1] - 1) * step + inner, dtype=x.dtype)
+        return memory.as_strided(x.shape, (0, step, *x.stride()[2:])).copy_(x)
+
+    def test_tokens_far_apart(tmp_path: Path) -> None:
+        """Sixteen of them are more than 32 bits can count."""
+        x = make_inputs(0, T=20, K=16, H=1)
+        do, w, names = torch.ones_like(x.v), torch.ones(16, 4), ("q", "k", "v", "g")
+
+        def derived(do: torch.Tensor) -> list[torch.Tensor]:
+            leaves = [getattr(x, n).detach().requires_grad_() for n in names]
+            out = kda(*leaves, x.beta, impl="triton", **x.kwargs()).output
+            return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+        want, (y,) = derived(do), short_convs((x.v.flatten(2),), (w,), impl="triton")[0]
+        for i, name in enumerate(names):
+            setattr(x, name, spread(getattr(x, name), tmp_path / str(i)))
+        assert x.v.stride(1) > 2**27
+        for got, right in zip(derived(spread(do, tmp_path / "do")), want, strict=True):
+            assert torch.equal(got, right)
+        assert torch.equal(short_convs((x.v.flatten(2),), (w,), impl="triton")[0][0], y)
 
     def test_refusals() -> None:
         x = make_inputs(0, T=4, K=16)
