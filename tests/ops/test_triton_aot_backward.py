@@ -20,6 +20,8 @@ CASES = {
     "float32": ({"dtype": torch.float32}, {"walks_kernel": 0, "products_kernel": 0, "gradients_kernel": 48}, ANY),
     "float32, wide": ({"dtype": torch.float32, "size": 256}, {"walks_kernel": 224, "products_kernel": 0}, ANY),
     "only the final state": ({"output": False}, {"walks_kernel": 0, "products_kernel": 40}, ANY),
+    "kept by the forward": ({"keep": True}, {"keep_kernel": 16}, ANY),
+    "float32, kept": ({"keep": True, "dtype": torch.float32}, {"keep_kernel": 120}, ANY),
 }  # fmt: skip
 
 
@@ -32,7 +34,10 @@ def launches(
     packed: bool = False,
     l2norm: bool = True,
     output: bool = True,
+    keep: bool = False,
 ) -> list[Launch]:
+    """Of the backward, or with keep of the forward that keeps."""
+    from openkda.ops.kda.triton import keep as keeping
     from openkda.ops.kda.triton.backward import backward
     from openkda.ops.kda.triton.launch import Args
 
@@ -49,6 +54,9 @@ def launches(
         torch.float32, dtype == torch.float32, False,
     )  # fmt: skip
     with recorded() as found:
+        if keep:
+            keeping.forward(a, [])
+            return found
         grads = backward(a, o, do if output else None, state, True)
     for grad, like in zip(grads, (q, k, v, g, a.beta, A_log, dt_bias, state), strict=True):
         assert (grad is None) == (like is None)

@@ -50,8 +50,10 @@ def chunk_kda(
     beta [B, T, HV]; states [N, HV, K, V] float32, [N, HV, V, K] with state_v_first. A_log [HV] or [1, 1, HV, 1].
     chunk_size (32 or 64) decides where h is taken: before every chunk.
 
+    disable_recompute: `recompute=False` of `openkda.kda`; without it, that function's rule.
+
     Accepted, with nothing to do here: safe_gate, and lower_bound beside an activated g (no path trusts a bound that it did
-    not apply: every activated g takes the exact one), disable_recompute, use_graph and max_num_seqs (every call can be
+    not apply: every activated g takes the exact one), use_graph and max_num_seqs (every call can be
     captured; as with fla, rows behind the last sequence are then undefined, and a CPU refuses them), cu_seqlens_cpu (only h
     reads lengths on the host).
     Raises: NotImplementedError for cp_context; ValueError as fla does, showing expected and received.
@@ -82,6 +84,7 @@ def chunk_kda(
     out = _kda(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens, positions,
+        recompute=False if disable_recompute else None,
     )  # fmt: skip
     if not return_intermediate_states:
         return out.output, out.final_state
@@ -300,7 +303,7 @@ def _kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     scale: float | None, initial_state: Tensor | None, output_final_state: bool, l2norm: bool, use_gate: bool,
     sigmoid: bool, negative: bool, lower_bound: float | None, v_first: bool, cu_seqlens: Tensor | None,
-    positions: Tensor | None, slots: Tensor | None = None,
+    positions: Tensor | None, slots: Tensor | None = None, recompute: bool | None = None,
 ) -> KDAOutput:  # fmt: skip
     gate: Gate | None = None
     _check_tensor("q", q)
@@ -321,7 +324,7 @@ def _kda(
     return kda(
         q, k, v, g, beta, gate=gate, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         cu_seqlens=cu_seqlens, use_qk_l2norm=l2norm, use_beta_sigmoid=sigmoid, state_indices=slots,
-        state_positions=positions, state_v_first=v_first,
+        state_positions=positions, state_v_first=v_first, recompute=recompute,
         state_dtype=torch.bfloat16 if isinstance(pool, Tensor) and pool.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 

@@ -68,6 +68,7 @@ def kda(
     state_positions: Int[Tensor, " _p"] | None = None,
     state_v_first: bool = False,
     state_dtype: torch.dtype | None = None,
+    recompute: bool | None = None,
     check_inputs: bool = False,
     impl: str | None = None,
 ) -> KDAOutput:
@@ -93,6 +94,10 @@ def kda(
         state_v_first: states are [.., V, K] in and out.
         state_dtype: dtype of states in and out: float32 (default; float64 for float64 inputs) or bfloat16.
             The arithmetic on the state is float32 (float64) in any case.
+        recompute: of a call that autograd records on a GPU, whether the backward computes chunks and states again (True) or
+            finds them kept by the forward (False): 8 times the bytes of q in 16 bits until then. None computes them again.
+            A matter of time and memory, not of results. "hopper" keeps nothing (False leaves it out), nor do calls with
+            state_positions or under torch.compile; on a CPU it means nothing.
         check_inputs: also check values (finite, g <= 0 without a gate, cu_seqlens, slots and positions in range); on a
             GPU this waits for the device.
         impl: None chooses and logs why under "openkda.ops.kda"; a name out of IMPLEMENTATIONS never falls back: it raises
@@ -110,7 +115,7 @@ def kda(
     key, again = (None, None) if check_inputs else CALLS.look(
         tensors,
         ("kda", type(gate), getattr(gate, "lower_bound", None), scale, output_final_state, use_qk_l2norm, use_beta_sigmoid,
-         state_v_first, state_dtype, impl),
+         state_v_first, state_dtype, recompute, impl),
     )  # fmt: skip
     done = None if again is None else again(tensors)
     if done is not None:
@@ -121,7 +126,7 @@ def kda(
         initial_state, output_final_state, cu_seqlens, use_qk_l2norm, use_beta_sigmoid,
         state_indices, state_positions, state_v_first,
         _default_state_dtype(q) if state_dtype is None else state_dtype,
-        CALLS.seen(key),
+        CALLS.seen(key), recompute,
     )  # fmt: skip
     return CALLS.module(key, lambda: _choose(validate(call, check_inputs), impl)).run(call)
 

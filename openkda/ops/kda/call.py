@@ -70,10 +70,17 @@ class KDACall:
     state_v_first: bool
     state_dtype: torch.dtype
     key: tuple[object, ...] | None = None
+    recompute: bool | None = None
 
     @property
     def num_sequences(self) -> int:
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the forward shall keep what the backward needs of chunks and states (`recompute` of `kda`). Never with states
+        at chosen positions, whose backward cuts chunks elsewhere."""
+        return self.recompute is False and self.state_positions is None and self.needs_grad and self.q.numel() > 0
 
     @property
     def needs_grad(self) -> bool:

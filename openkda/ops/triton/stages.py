@@ -64,10 +64,12 @@ class StagedTape:
     """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device, and are
     None in the same places."""
 
-    __slots__ = ("_current", "_empty", "_index", "_results", "_stages", "_stream")
+    __slots__ = ("_current", "_empty", "_index", "_inner", "_results", "_stages", "_stream")
 
-    def __init__(self, stages: Sequence[_Stage], results: Sequence[int], device: torch.device) -> None:
-        self._stages, self._results, self._index = stages, results, device.index
+    def __init__(
+        self, inner: Sequence[tuple[int, int]], stages: Sequence[_Stage], results: Sequence[int], device: torch.device
+    ) -> None:
+        self._inner, self._stages, self._results, self._index = inner, stages, results, device.index
         self._empty = single._allocator(device)
         self._stream: Callable[[int], int] = single.driver.active.get_current_stream
         self._current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -81,6 +83,8 @@ class StagedTape:
         at = [t.data_ptr() for t in inputs if t is not None]
         if reduce(or_, at) & 15:
             return None
+        if self._inner:
+            at += [at[i] + offset for i, offset in self._inner]
         stream, empty = self._stream(index), self._empty
         made: list[Tensor | None] = []
         for fresh, offsets, launches, gone in self._stages:
@@ -116,14 +120,15 @@ def record_stages(
 
 
 Place = tuple[int, int]
-"""Where an argument lies: (input, -1), or (number of what was made, offset)."""
+"""Where an argument lies: offset in what was made as that number, or, for number -1 - i, in input i."""
 
 
 def _stages_of(
     launches: list[Any], made: list[tuple[int, _Made]], inputs: Sequence[Tensor], results: Sequence[Tensor | None]
-) -> tuple[list[_Stage], list[int]] | None:  # fmt: skip
-    own = [t.data_ptr() for t in inputs]
-    if not launches or len(set(own)) != len(own) or any(a % 16 for a in own):
+) -> tuple[list[tuple[int, int]], list[_Stage], list[int]] | None:  # fmt: skip
+    own = [(t.data_ptr(), _extent(t)) for t in inputs]
+    addresses = [a for a, _ in own]
+    if not launches or len(set(addresses)) != len(own) or any(a % 16 for a in addresses):
         return None
     used: list[list[Place | None]] = []
     first, last = [len(launches)] * len(made), [-1] * len(made)
@@ -134,7 +139,7 @@ def _stages_of(
             if t is not None and place is None:
                 return None
             row.append(place)
-            if place is not None and place[1] >= 0:
+            if place is not None and place[0] >= 0:
                 first[place[0]], last[place[0]] = min(first[place[0]], n), n
         used.append(row)
     given: list[int] = []
@@ -154,10 +159,21 @@ def _like(t: Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.dtype
 
 
-def _place(address: int, own: list[int], made: list[tuple[int, _Made]], launch: int) -> Place | None:
+def _extent(t: Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    return (
+        (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size() if t.numel() else 0
+    )
+
+
+def _place(address: int, own: list[tuple[int, int]], made: list[tuple[int, _Made]], launch: int) -> Place | None:
     """Of an argument of that launch. Memory may have been freed and made anew, so the latest counts."""
-    if address in own:
-        return own.index(address), -1
+    for i, (begin, _) in enumerate(own):
+        if address == begin:
+            return -1 - i, 0
+    around = [(-1 - i, address - begin) for i, (begin, size) in enumerate(own) if begin < address < begin + size]
+    if around:  # of several, which are views of one memory here, any may be meant
+        return around[0] if len(around) == 1 else None
     for i in reversed(range(len(made))):
         before, m = made[i]
         if before <= launch and m.address <= address < m.address + max(m.size, 1):
@@ -192,17 +208,19 @@ def _lay_out(
     blocks: list[_Block],
     given: list[int],
     inputs: int,
-) -> tuple[list[_Stage], list[int]] | None:
-    slot: dict[Place, int] = {}  # in the list of addresses
+) -> tuple[list[tuple[int, int]], list[_Stage], list[int]] | None:
+    wanted = sorted({p for row in used for p in row if p is not None})
+    inner = [(-1 - i, offset) for i, offset in wanted if i < 0 and offset]
+    slot = {(-1 - i, 0): i for i in range(inputs)}  # in the list of addresses
+    slot |= {(-1 - i, offset): inputs + n for n, (i, offset) in enumerate(inner)}
     likes: list[tuple[Any, ...]] = []
     offsets: list[tuple[int, ...]] = []
-    wanted = sorted({p for row in used for p in row if p is not None and p[1] >= 0})
     for block in blocks:
         base, begins = 0, []
         for i in block.members:
             for p in wanted:
                 if p[0] == i:
-                    slot[p] = inputs + len(slot)
+                    slot[p] = len(slot)
                     begins.append(base + p[1])
             base += -(-made[i].size // _ALIGNED) * _ALIGNED
         offsets.append(tuple(begins))
@@ -210,7 +228,7 @@ def _lay_out(
     library = single.find_driver()
     kernels = []
     for one, row in zip(launches, used, strict=True):
-        places = [-1 if p is None else p[0] if p[1] < 0 else slot[p] for p in row]
+        places = [-1 if p is None else slot[p] for p in row]
         kernel = None if library is None else single.kernel_of(one, places, library)
         if library is None or kernel is None:
             return None
@@ -223,4 +241,4 @@ def _lay_out(
         gone = tuple(i for i, b in enumerate(blocks) if b.end == end - 1)
         fresh, where = tuple(likes[i] for i in mine), tuple(offsets[i] for i in mine)
         stages.append(_Stage(fresh, where, single.Parameters(kernels[begin:end], library), gone))
-    return stages, [-1 if i < 0 else next(n for n, b in enumerate(blocks) if b.members == [i]) for i in given]
+    return inner, stages, [-1 if i < 0 else next(n for n, b in enumerate(blocks) if b.members == [i]) for i in given]

@@ -69,6 +69,21 @@ if INTERPRETED:
     def taped(log: list[str]) -> bool:
         return bool(log) and all(n.startswith("+") for n in log)
 
+    def trained(log: list[str], make: Callable[[int], KDAInputs], use: Callable[[KDAInputs], Any]) -> Any:
+        """What `use` gives of call 5, repeated, and of the same call looked at anew."""
+        for seed in range(3):
+            use(make(seed))
+        x = make(9)
+        log.clear()
+        got = use(x)
+        assert taped(log)
+        CALLS.forget()
+        BACKWARDS.forget()
+        log.clear()
+        want = use(x)
+        assert not taped(log)
+        return got, want
+
     CASES: dict[str, dict[str, Any]] = {
         "bounded": {},
         "softplus": {"gate": "softplus"},
@@ -88,33 +103,32 @@ if INTERPRETED:
     ) -> None:
         """On other memory and values each time: forward and backward looked at, recorded, repeated by key and by guard."""
         monkeypatch.setattr(stages, "ONE_BLOCK", block)
-        kept = []
-        for seed in range(4):
-            x = inputs(seed, **CASES[name])
-            log.clear()
-            got = gradients(x)
-            assert taped(log) == (seed > 0)
-            CALLS.replays.clear()
-            BACKWARDS.replays.clear()
-            log.clear()
-            same(got, gradients(x))
-            assert not taped(log)  # and recorded again
-            kept.append(x)
+        same(*trained(log, lambda seed: inputs(seed, **CASES[name]), gradients))
 
-    def trained(log: list[str], make: Callable[[int], KDAInputs], use: Callable[[KDAInputs], Any]) -> Any:
-        """What `use` gives of call 5, repeated, and of the same call looked at anew."""
-        for seed in range(3):
-            use(make(seed))
-        x = make(9)
-        log.clear()
-        got = use(x)
-        assert taped(log)
-        CALLS.forget()
-        BACKWARDS.forget()
-        log.clear()
-        want = use(x)
-        assert not taped(log)
-        return got, want
+    @pytest.mark.parametrize("name", CASES)
+    def test_what_the_forward_keeps_changes_time_and_memory_only(log: list[str], name: str) -> None:
+        """`recompute=False`: the same states and gradients, without preparing chunks again; output to rounding, because M T
+        stands where M and T did."""
+        sizes: dict[bool | None, int] = {}
+        results = {}
+        for recompute in (None, True, False):
+            for seed in range(3):
+                x = inputs(seed, **CASES[name])
+                held: list[int] = []
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]  # noqa: B023
+                    out = call(x, recompute=recompute)
+                named = x.tensors()
+                log.clear()
+                found = torch.autograd.grad(loss(x, out), list(named.values()))
+                prepared = [n for n in log if "prepare" in n]
+                assert len(prepared) == (0 if recompute is False else 1)
+            assert taped(log)
+            results[recompute] = {"o": out.output.detach(), **dict(zip(named, found, strict=True))}
+            sizes[recompute] = sum(held)
+        same(results[None], results[True])
+        assert sizes[None] == sizes[True] < sizes[False]
+        for n, want in results[True].items():
+            assert torch.allclose(results[False][n], want, rtol=1e-5, atol=1e-6 * float(want.abs().max())), n
 
     def test_upstream_gradients_of_any_strides(log: list[str]) -> None:
         """Transposed, and the expanded number behind a sum; what is no plain row is copied first, and then repeated too."""

@@ -80,6 +80,21 @@ def test_the_bits_of_a_call_looked_at_anew(monkeypatch: pytest.MonkeyPatch, name
     assert taped() == (0, 0)
 
 
+@pytest.mark.parametrize("name", ["bounded", "softplus", "pack", "any keys"])
+def test_what_the_forward_keeps_changes_time_and_memory_only(name: str) -> None:
+    x = inputs(7, **CASES[name])
+    found = {}
+    for recompute in (True, False):
+        forget()
+        x.options["recompute"] = recompute
+        for _ in range(4):
+            found[recompute] = gradients(x)
+        assert taped() == (1, 1)
+    for n, want in found[True].items():
+        scale = max(want.float().norm(), 1e-3 * found[True]["q"].float().norm())
+        assert (found[False][n].float() - want.float()).norm() <= 8e-3 * scale, n
+
+
 def test_on_another_stream() -> None:
     warm()
     x = inputs(7)

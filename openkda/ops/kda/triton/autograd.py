@@ -17,6 +17,7 @@ from torch import Tensor
 from openkda.ops.device.api import Repeated, are_plain, define, derive, refuse_derivative
 from openkda.ops.kda.call import CALLS, KDACall, KDAOutput, Replay
 from openkda.ops.kda.triton import backward as host
+from openkda.ops.kda.triton import keep
 from openkda.ops.kda.triton.launch import Args, forward, readable
 from openkda.ops.kda.triton.positions import backward_at_positions
 from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, kda_op
@@ -64,9 +65,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _keep(ctx, inputs[:10], inputs[10:], output[0], output[2])
 
 
-def _keep(ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], o: Tensor, kept: Tensor | None) -> None:
-    """tensors: q .. dt_bias, cu, state, positions."""
-    ctx.save_for_backward(*tensors, o, None if tensors[9] is None else kept)
+def _keep(
+    ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], o: Tensor, kept: Tensor | None, *more: Tensor
+) -> None:
+    """tensors: q .. dt_bias, cu, state, positions; more: what `keep.forward` keeps."""
+    ctx.save_for_backward(*tensors, o, None if tensors[9] is None else kept, *more)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
@@ -76,16 +79,16 @@ def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None, dkept: Tensor | No
 
 
 class Direct(torch.autograd.Function):
-    """forward(*tensors) -> (o, final, kept), the latter two or None, for the ten tensors of `_keep`; options: of
-    `openkda::kda_backward`."""
+    """forward(*tensors) -> (o, final, kept, *more), final and kept may be None, for the ten tensors of `_keep`, where more
+    stays; options: of `openkda::kda_backward`."""
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Callable[..., tuple[Tensor | None, ...]], options: tuple[Any, ...], *tensors: Tensor | None
+        ctx: Any, forward: Callable[..., tuple[Any, ...]], options: tuple[Any, ...], *tensors: Tensor | None
     ) -> Any:
-        output = forward(*tensors)
-        _keep(ctx, tensors, options, output[0], output[2])  # type: ignore[arg-type]
-        return output
+        o, final, kept, *more = forward(*tensors)
+        _keep(ctx, tensors, options, o, kept, *more)
+        return o, final, kept
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -108,18 +111,18 @@ def differentiate(
     again, key, given = None, None, ()
     if dkept is None and not torch.is_grad_enabled():
         do = None if do is None else walkable(do)
-        given = (*tensors[:9], tensors[10], do, ds)
+        given = (*tensors[:9], tensors[10], do, ds, *tensors[12:])
         key, again = BACKWARDS.look(
             given, (*ctx.options, host.HOPPER_WALKS, host.HOPPER_PRODUCTS, host.HOPPER_GRADIENTS)
         )
     found = None if again is None else again(given)
     if found is None:
         if torch.is_grad_enabled() or not are_plain(*tensors, do, ds, dkept):
-            found = kda_backward_op(*tensors, do, ds, dkept, *ctx.options)
+            found = kda_backward_op(*tensors[:12], do, ds, dkept, *ctx.options)
         elif dkept is None:
             found = _anew(key, given, ctx.options)
         else:
-            found = _kda_backward(*tensors, do, ds, dkept, *ctx.options)
+            found = _kda_backward(*tensors[:12], do, ds, dkept, *ctx.options)
         needs = ctx.needs_input_grad[before:]
         found = [g if need else None for g, need in zip(found, (*needs[:7], needs[8]), strict=True)]
     ds0, state = found[7], tensors[8]
@@ -130,12 +133,13 @@ def differentiate(
 
 def _anew(key: Any, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of q .. dt_bias and the state; from the second pass of a key on, recorded. given: q .. dt_bias, cu, state, o,
-    do, ds."""
-    *nine, o, do, ds = given
+    do, ds, and what the forward kept."""
+    *nine, o, do, ds = given[:12]
     a, q, v, v_first = _arguments(nine, None, options), given[0], given[2], options[6]
+    kept = keep.parts(a, *given[12:]) if given[12:] else None
 
     def launches() -> Sequence[Any]:
-        return host.launches(a, o, do, ds, a.state is not None)
+        return host.launches(a, o, do, ds, a.state is not None, kept=kept)
 
     seen = BACKWARDS.seen(key)
     BACKWARDS.module(key, lambda: host)
@@ -165,8 +169,14 @@ def run(call: KDACall | None, *arguments: Any) -> tuple[Any, ...]:
     if not are_plain(*tensors):
         return kda_op(*arguments)  # type: ignore[no-any-return]
 
+    keeps = call is not None and call.keeps
+
     def run_forward(workspaces: list[Tensor], *given: Any) -> tuple[Any, ...]:
-        return forward(readable(*given[:9], None, given[9], *options, False), workspaces)
+        a = readable(*given[:9], None, given[9], *options, False)
+        if not keeps:
+            return forward(a, workspaces)
+        o, final, *kept = keep.forward(a, workspaces)
+        return o, final, None, *kept
 
     return attach(call, run_forward, options, tensors)
 
@@ -174,8 +184,8 @@ def run(call: KDACall | None, *arguments: Any) -> tuple[Any, ...]:
 def attach(
     call: KDACall | None, forward: Callable[..., tuple[Any, ...]], options: tuple[Any, ...], tensors: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """forward(workspaces, *tensors) -> (o, final, kept), which lists what memory it uses besides, with its derivative. From
-    the second call of a key on its launches are recorded, and later calls repeat them."""
+    """(o, final, kept) of forward(workspaces, *tensors), which lists what memory it uses besides and may give more for the
+    backward, with its derivative. From the second call of a key on its launches are recorded, and later calls repeat them."""
     if call is not None and call.gate is not None:
         # In their own shapes, where they are what the kernels read: every call saves the same, however it runs (checkpointing
         # compares), and no reshape is recorded.
@@ -195,7 +205,7 @@ def attach(
 
         _, tape = record(run, inputs, call.q.device)
         if tape is not None and call.key is not None:
-            CALLS.replays[call.key] = _training_replay(tape, call.output_final_state, options)
+            CALLS.replays[call.key] = _training_replay(tape, call.output_final_state, len(results) - 3, options)
         return tuple(results)
 
     return Direct.apply(recording, options, *tensors)  # type: ignore[no-any-return]
@@ -205,12 +215,14 @@ def _own(t: Tensor | None, flat: Tensor | None) -> Tensor | None:
     return t if t is None or (t.is_contiguous() and t.dtype == torch.float32) else flat
 
 
-def _training_replay(tape: Tape, want_state: bool, options: tuple[Any, ...]) -> Replay:
+def _training_replay(tape: Tape, want_state: bool, more: int, options: tuple[Any, ...]) -> Replay:
+    first, last = 1 + want_state, 1 + want_state + more
+
     def again(tensors: tuple[Tensor | None, ...]) -> KDAOutput | None:
         made = tape.run(tensors)
         if made is None:
             return None
-        output = made[0], made[1] if want_state else None, None
+        output = made[0], made[1] if want_state else None, None, *made[first:last]
         q, k, v, g, beta, A_log, dt_bias, state, cu, _, _ = tensors
         o, final, _ = _apply(lambda *_: output, options, q, k, v, g, beta, A_log, dt_bias, cu, state, None)
         return KDAOutput(o, final)

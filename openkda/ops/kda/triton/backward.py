@@ -10,6 +10,8 @@ Nothing is kept from the forward but its inputs: the walk over chunks is run aga
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -22,12 +24,15 @@ from openkda.ops.kda.triton.sums import sums_kernel
 from openkda.ops.kda.triton.walks import walks_kernel
 from openkda.ops.triton.api import ceil_div, empty, launch, padded, rows_of, steps_of
 
+if TYPE_CHECKING:
+    from openkda.ops.kda.triton.keep import Kept
+
 C = 64
 SAVE = C // CHUNK
 HOPPER_WALKS = HOPPER_PRODUCTS = HOPPER_GRADIENTS = (
     True  # off, the portable kernel runs on Hopper too, to be timed beside the other
 )
-_TL = {torch.float16: tl.float16, torch.float32: tl.float32}
+TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -57,59 +62,54 @@ def finished(
 
 
 def launches(
-    a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0: bool, chain: Tensor | None = None
-) -> Gradients:
+    a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0: bool, chain: Tensor | None = None,
+    kept: Kept | None = None,
+) -> Gradients:  # fmt: skip
     """As `backward`, with dq and dk of every value head, and ds0 [.., K, V]. All memory is made by `empty`, all work done by
-    `launch`: nothing of torch in between, so that a tape can repeat it."""
+    `launch`: nothing of torch in between, so that a tape can repeat it. kept: by the forward (`keep.py`)."""
     B, T, H, HV, K, V = a.sizes
     N = a.num_sequences
     sequences = N if chain is None else chain.numel() - 1
-    tiles, slots = (B * ceil_div(T, c) if a.cu is None else T // c + N for c in (CHUNK, C))
-    exact, scaled = a.exact, not (a.exact or a.l2norm)
-    BK = _channels(K, exact)
-    op = torch.float32 if exact else torch.float16
-    prec = "tf32x3" if exact else "tf32"
+    walk = walk_of(a)
+    tiles, slots, BK, BU, NU, exact, scaled, prec, walk_warps, walk_stages = walk
+    op, f32 = torch.float32 if exact else torch.float16, torch.float32
     new = lambda *shape, dtype=torch.float32: empty(shape, dtype, o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
-    BU, walk_warps, walk_stages = _walk_settings(BK, exact)
     BS, BV, warps, stages = _products_settings(BK, exact)
-    NU, f32 = ceil_div(V, BU), torch.float32
-    blocks, chunks, factor = HV * tiles, HV * slots, HV * tiles * CHUNK * BK
+    blocks, chunks, factor, anew = HV * tiles, HV * slots, HV * tiles * CHUNK * BK, kept is None
     token, u_unit, dd_unit, s_unit, ds_unit, both, product_unit, rows = pieces(
-        f32, blocks * 3 * CHUNK, blocks * NU * CHUNK, blocks * NU * CHUNK, chunks * NU, chunks * NU, chunks * BK,
-        chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
+        f32, anew * blocks * 3 * CHUNK, anew * blocks * NU * CHUNK, blocks * NU * CHUNK, anew * chunks * NU, chunks * NU,
+        chunks * BK, chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
     )  # fmt: skip
     dd = new(B, T, HV, V, dtype=op)
-    s, ds, u = pieces(op, chunks * V * BK, chunks * V * BK, dd.numel(), device=o.device)
+    s, ds, u = pieces(op, anew * chunks * V * BK, chunks * V * BK, anew * dd.numel(), device=o.device)
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
-    if HOPPER_WALKS and do is not None and _walked_on_hopper(a, do, chain):
-        from openkda.ops.kda.hopper.walks import walk
+    if kept is None and HOPPER_WALKS and do is not None and _walked_on_hopper(a, do, chain):
+        from openkda.ops.kda.hopper.walks import walk as walk_on_hopper
 
-        walk(a, do, ds1, slots, tiles, token, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, ds0)
+        walk_on_hopper(a, do, ds1, slots, tiles, token, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, ds0)
         kd = qd = ke = decay = None  # hopper/gradients.py, which follows, computes its own
     else:
-        kd, qd, ke = pieces(op, factor, factor, factor, device=o.device)
-        w, y = pieces(op, factor, factor, device=o.device)
-        tm, decay, unit = pieces(f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 2 * CHUNK, device=o.device)
-        launch(
-            prepare_kernel if exact else PREPARE, tiles * HV,
-            (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, w, y, unit),
-            (*rows_of(a.q), *rows_of(a.k), *rows_of(a.g), *a.beta.stride()), (T, N, tiles, a.bound, EPS),
-            (HV, HV // H, K, BK, min(32, BK), CHUNK, a.gate, has_A, has_dt, packed, a.l2norm, a.sigmoid, scaled,
-             _TL[op], prec, prec, prec, True), 1, o.device,
-        )  # fmt: skip
+        if kept is None:
+            kd, qd, ke = pieces(op, factor, factor, factor, device=o.device)
+            w, y = pieces(op, factor, factor, device=o.device)
+            tm, decay, unit = pieces(f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 2 * CHUNK, device=o.device)
+            prepare(a, walk, kd, qd, ke, tm, decay, token, w, y, unit)
+        else:
+            kd, qd, ke, y, s, u, tm, decay, token, unit, u_unit, s_unit = kept
+            w = y  # read by nobody
         reverses = NU * HV * sequences
         launch(
-            walks_kernel, reverses + NU * HV * N,
+            walks_kernel, reverses + (NU * HV * N if kept is None else 0),
             (a.v, do, u, dd, a.cu, chain, a.state, s, ds1, ds0, ds, u_unit, dd_unit, s_unit, ds_unit,
              kd, qd, ke, w, y, tm, decay, unit, token),
             (*steps_of(a.v), *do_steps, *state_strides(a.state, a.v_first), *state_strides(ds1, a.v_first)),
             (T, N, tiles, slots, reverses, a.scale),
             (HV, K, BK, V, BU, CHUNK, SAVE, packed, chain is not None, a.state is not None, ds1 is not None, want_ds0,
-             do is not None, scaled, _TL[op], prec, walk_stages), walk_warps, o.device,
+             do is not None, scaled, TL[op], prec, walk_stages), walk_warps, o.device,
         )  # fmt: skip
         del w, y, tm, unit
 
@@ -129,7 +129,7 @@ def launches(
             (a.v, a.beta, a.cu, token, o, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit,
              dv, d, wide, both, product_unit, dbeta, rows),
             (*steps_of(a.v), *a.beta.stride(), *do_steps), (B, T, N, slots, tiles, a.scale),
-            (HV, BK, BS, V, BV, BU, packed, a.l2norm, scaled, a.sigmoid, do is not None, _TL[op], prec, stages), warps,
+            (HV, BK, BS, V, BV, BU, packed, a.l2norm, scaled, a.sigmoid, do is not None, TL[op], prec, stages), warps,
             o.device,
         )  # fmt: skip
     del s, ds, u
@@ -150,7 +150,7 @@ def launches(
             (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, product_unit, kd, qd, ke, decay, token, rows,
              dq, dk, dz, d_bias, d_A),
             qkg, (B, T, N, slots, tiles, a.bound),
-            (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, scaled, _TL[op], prec), 1, o.device,
+            (HV, HV // H, K, BK, BG, BS, a.gate, has_A, has_dt, packed, a.l2norm, scaled, TL[op], prec), 1, o.device,
         )  # fmt: skip
     bias, rate = (None if t is None else new(*t.shape) for t in (a.dt_bias, a.A_log))
     if has_A or has_dt:
@@ -158,6 +158,45 @@ def launches(
             sums_kernel, HV, (d_bias, d_A, bias, rate), (), (slots,), (HV, K, padded(K), 32, has_A, has_dt), 4, o.device
         )
     return dq, dk, dv, dz, dbeta, rate, bias, ds0
+
+
+class Walk(NamedTuple):
+    """Chunks of 16 and of 64 tokens a head has room for, and how the walks go over them."""
+
+    tiles: int
+    slots: int
+    BK: int
+    BU: int
+    NU: int
+    exact: bool
+    scaled: bool
+    prec: str
+    warps: int
+    stages: int
+
+
+def walk_of(a: Args) -> Walk:
+    B, T, _, _, K, V = a.sizes
+    tiles, slots = (B * ceil_div(T, c) if a.cu is None else T // c + a.num_sequences for c in (CHUNK, C))
+    BK = _channels(K, a.exact)
+    BU, warps, stages = _walk_settings(BK, a.exact)
+    scaled, prec = not (a.exact or a.l2norm), "tf32x3" if a.exact else "tf32"
+    return Walk(tiles, slots, BK, BU, ceil_div(V, BU), a.exact, scaled, prec, warps, stages)
+
+
+def prepare(
+    a: Args, w: Walk, kd: Tensor, qd: Tensor, ke: Tensor, tm: Tensor, decay: Tensor, token: Tensor, through: Tensor, y: Tensor,
+    unit: Tensor,
+) -> None:  # fmt: skip
+    """Launches `prepare_kernel` for the walks."""
+    _, T, H, HV, K, _ = a.sizes
+    launch(
+        prepare_kernel if w.exact else PREPARE, w.tiles * HV,
+        (a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu, kd, qd, ke, tm, decay, token, through, y, unit),
+        (*rows_of(a.q), *rows_of(a.k), *rows_of(a.g), *a.beta.stride()), (T, a.num_sequences, w.tiles, a.bound, EPS),
+        (HV, HV // H, K, w.BK, min(32, w.BK), CHUNK, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None,
+         a.l2norm, a.sigmoid, w.scaled, TL[kd.dtype], w.prec, w.prec, w.prec, True), 1, a.q.device,
+    )  # fmt: skip
 
 
 def _walked_on_hopper(a: Args, do: Tensor, chain: Tensor | None) -> bool:

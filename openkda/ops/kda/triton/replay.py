@@ -16,6 +16,8 @@ import triton.language as tl
 
 from openkda.ops.kda.triton.gate_math import power_of_two, round_mantissa
 
+D_LIMIT = tl.constexpr(1e36)
+
 
 @triton.jit
 def largest(x):
@@ -84,9 +86,12 @@ def replay(
     n, h, j, x, T, slots, saves,
     HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     SAVE: tl.constexpr, PACKED: tl.constexpr, HAS_S0: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, o_p=None, kd_p=None, qd_p=None, scale=1.0, OUT: tl.constexpr = False,
 ):  # fmt: skip
-    """The value channels x, block j, of head h of sequence n."""
+    """The value channels x, block j, of head h of sequence n. Returns the last state S and what its rows are multiplied by.
+
+    OUT: the output too, from M T: o = scale (qd S + M T (v - kd S)).
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     batch, start, length, slot, save = place(n, cu_p, T, C, SAVE, PACKED)
     t = tl.arange(0, C)
@@ -108,6 +113,8 @@ def replay(
     p_u_unit = u_unit_p + (block * NV + j) * C + t
     p_v = v_p + batch * svb + h * svh + (start + t)[:, None] * svt + x[None, :]
     p_u = u_p + ((batch * T + start + t)[:, None] * HV + h) * V + x[None, :]
+    if OUT:
+        p_o = o_p + ((batch * T + start + t)[:, None] * HV + h) * V + x[None, :]
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         m_v = (t < length - i * C)[:, None] & (x < V)[None, :]
         w = tl.load(w_p + p_wide)
@@ -126,6 +133,16 @@ def replay(
         U -= tl.dot(a, tl.trans(w), input_precision=PREC) * (down * rows)[:, None] * w_unit[None, :]
         u_size = largest(U)
         keep_tokens(p_u, p_u_unit, U, m_v)
+        if OUT:
+            D = vt - tl.dot(a, tl.trans(tl.load(kd_p + p_wide)), input_precision=PREC) * (down * rows)[:, None]
+            D = tl.clamp(D, -D_LIMIT, D_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            O = tl.dot(a, tl.trans(tl.load(qd_p + p_wide)), input_precision=PREC) * (down * rows)[:, None]
+            O += tl.dot(round_mantissa(D, PREC), tl.trans(tl.load(p_square + C * C)), input_precision=PREC)
+            O *= scale
+            if SCALED:
+                O *= 1.0 / tl.load(p_token + C)[None, :]
+            tl.store(p_o, tl.trans(O).to(o_p.dtype.element_ty), m_v)
+            p_o += C * (HV * V)
         up, down = joint(size, u_size, OP)
         decay = tl.load(p_decay)  # here and not above: 32 registers
         S = tl.dot((U * up[:, None]).to(OP), ke, S * decay[None, :] * (rows * up)[:, None], input_precision=PREC)
@@ -138,3 +155,4 @@ def replay(
         p_u_unit += NV * C
         p_v += C * svt
         p_u += C * (HV * V)
+    return S, rows
