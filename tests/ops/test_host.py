@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,6 +197,19 @@ def test_a_thread_without_a_context_goes_the_long_way(log: Card) -> None:
     log.status = 700
     with pytest.raises(RuntimeError, match="error 700"):
         kda(**prefill())
+
+
+def test_states_spread_too_far_are_refused(log: Card, tmp_path: Path) -> None:
+    """Kernels count in 32 bits within a head; a pool that is written in place cannot be copied."""
+    far = torch.from_file(str(tmp_path / "pool"), shared=True, size=(D + 1) << 27, dtype=F32)
+    pool = far.as_strided((1, H, D, D), (D * D, D * D, 1 << 27, 1))
+    with pytest.raises(NotImplementedError, match=r"2\^31"):
+        kda(**prefill(initial_state=pool, state_indices=torch.tensor([0])))
+    x = block()
+    y = dataclasses.replace(x["state"], recurrent=pool)
+    with pytest.raises(NotImplementedError, match=r"2\^31"):
+        kda_block(**{**x, "state": y})
+    assert not log.launches
 
 
 def test_listeners_hear_repeated_launches(log: Card, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "are_plain",
     "call_key",
     "choose_module",
+    "counts_in_32_bits",
     "define",
     "derive",
     "goes_direct",
@@ -63,6 +64,11 @@ def triton_refusals(x: Tensor) -> list[str]:
     if x.dtype == torch.float64:
         reasons.append("float64 inputs")
     return reasons + transform_refusals()
+
+
+def counts_in_32_bits(x: Tensor, axis: int) -> bool:
+    """Whether kernels, which count in 32 bits within a row or a head, reach all of x from `axis` on."""
+    return sum((n - 1) * s for n, s in zip(x.shape[axis:], x.stride()[axis:], strict=True)) < 2**31
 
 
 def triton_release() -> str:

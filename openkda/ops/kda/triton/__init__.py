@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import goes_direct, triton_refusals
+from openkda.ops.device.api import counts_in_32_bits, goes_direct, triton_refusals
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.gate import BoundedGate
 
@@ -27,6 +27,9 @@ def refusals(call: KDACall) -> list[str]:
     reasons = triton_refusals(call.q)
     if max(K, call.v.shape[-1]) > MAX_SIZE:
         reasons.append(f"head sizes up to {MAX_SIZE}, received K={K} V={call.v.shape[-1]}")
+    state = call.initial_state
+    if state is not None and not counts_in_32_bits(state, 2):
+        reasons.append(f"states whose heads span less than 2^31 elements, received strides {state.stride()}")
     return reasons
 
 

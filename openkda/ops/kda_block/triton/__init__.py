@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from openkda.ops.device.api import goes_direct, triton_refusals
+from openkda.ops.device.api import counts_in_32_bits, goes_direct, triton_refusals
 from openkda.ops.kda.api import BoundedGate
 from openkda.ops.kda_block.call import BlockCall, BlockOutput, BlockState
 
@@ -18,6 +18,9 @@ def refusals(call: BlockCall) -> list[str]:
     K, V = call.g.shape[-1], call.out_gate.shape[-1]
     if K > 256 or V > 256 or K * V > MAX_TILE:
         reasons.append(f"a state tile of at most {MAX_TILE} entries, received K={K} V={V}")
+    s = call.state
+    if not (counts_in_32_bits(s.recurrent, 2) and all(counts_in_32_bits(t, 1) for t in s.tensors()[1:])):
+        reasons.append("states whose heads and windows span less than 2^31 elements")
     if call.needs_grad:
         reasons.append("the block is not differentiable")
     return reasons

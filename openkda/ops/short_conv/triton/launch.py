@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openkda.ops.device.api import counts_in_32_bits
 from openkda.ops.short_conv.api import CALLS
 from openkda.ops.short_conv.triton.conv import conv_kernel, step_kernel
 from openkda.ops.short_conv.triton.gradient import conv_gradient_kernel
@@ -47,7 +48,7 @@ def conv(
     steps: list[int] = []
     for i, x in enumerate(xs):
         x = walkable(x)
-        state = states[i] if states else None
+        state = _reachable(states[i]) if states else None
         tensors += (x, dense(weights[i]), state, ys[i], windows[i])
         steps += (*rows_of(x), *((0, 0, 0) if state is None else state.stride()), x.shape[2])
     count = len(xs)
@@ -60,6 +61,10 @@ def conv(
             (bt, bd, step, count, W, cu is not None, bool(states), silu, QUICK, stages), warps, device,
         )  # fmt: skip
     return ys, windows
+
+
+def _reachable(state: Tensor) -> Tensor:
+    return state if counts_in_32_bits(state, 1) else state.contiguous()
 
 
 def conv_recorded(
@@ -117,7 +122,7 @@ def conv_gradient(
     for i, x in enumerate(xs):
         D = x.shape[2]
         x = walkable(x)
-        state, dy, df = states[i] if states else None, dys[i], dfinals[i]
+        state, dy, df = _reachable(states[i]) if states else None, dys[i], dfinals[i]
         dy = torch.zeros((), dtype=dtype, device=device).expand(x.shape) if dy is None else dy
         dy = walkable(dy)
         if has_final and df is None:
@@ -144,7 +149,7 @@ def conv_gradient(
 
 def step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
     """One token: (y [N, D], new window [N, D, W - 1])."""
-    x, weight = unit_stride(x), dense(weight)
+    x, weight, state = unit_stride(x), dense(weight), _reachable(state)
     N, D = x.shape
     y, new = x.new_empty(N, D), x.new_empty(state.shape)
     if N and D:
