@@ -93,10 +93,10 @@ class Prefill:
             return SoftplusGate(self.A_log, self.dt_bias)
         return BoundedGate(self.bound, self.A_log, self.dt_bias)
 
-    def ours(self, impl: str | None) -> Any:
+    def ours(self, impl: str | None, recompute: bool | None = None) -> Any:
         return kda(
             self.q, self.k, self.v, self.g, self.beta, gate=self.gate, initial_state=self.state, output_final_state=True,
-            cu_seqlens=self.cu, use_qk_l2norm=True, use_beta_sigmoid=True, impl=impl,
+            cu_seqlens=self.cu, use_qk_l2norm=True, use_beta_sigmoid=True, impl=impl, recompute=recompute,
         )  # fmt: skip
 
     def fla(self) -> Any:

@@ -150,9 +150,21 @@ def rows(quick: bool, speed: float) -> list[Row]:
         table.append(row)
         if len(table) == 1:
             table.append({**x.row("peak memory above its inputs", "GiB", x.peak), "must": 3.5})
+    table += [row for case in CASES[0:4:2] for row in kept_rows(*case[:2])]
     x = Core(2, (64,), "bounded", 0.0)
     host = x.row("host time of forward+backward", "us", lambda w: host_time(lambda: x.step(w), inference=False))
-    return [*table, {**host, "must": 150.0}]
+    with torch.autograd.set_multithreading_enabled(False):
+        alone = x.row("the same in one thread", "us", lambda w: host_time(lambda: x.step(w), inference=False))
+    return [*table, {**host, "must": 150.0}, alone]
+
+
+def kept_rows(name: str, case: Any) -> list[Row]:
+    """Time and memory of the portable kernels, of which alone a forward can keep what its backward needs, with
+    `recompute=False` (under "ours") and True (under "triton")."""
+    x = Training(*case)
+    x.ways = {"ours": lambda: x.ours("triton", False), "triton": lambda: x.ours("triton", True)}
+    time = x.row(f"recompute=False (ours), True (triton): {name}", "ms", lambda w: median(lambda: x.step(w)))
+    return [time, x.row("their peak memory above its inputs", "GiB", x.peak)]
 
 
 def first_step_row() -> Row:
