@@ -130,10 +130,10 @@ def fused_state_partition(
                     mbarrier.arrive(kt_read.index(0), count=1)
                     out = g_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
                 mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
-                descs, sends_s, full, groups = sends
-                word = sends_s.index(st).load(LENTRY)
-                if EARLY:  # noqa: SIM102 (constants)
-                    if half == 1:
+                if half == 1:
+                    descs, sends_s, full, groups = sends
+                    word = sends_s.index(st).load(LENTRY)
+                    if EARLY:
                         fetch_qk(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
                 _stage_output(o, inv, out)
                 if APART:
