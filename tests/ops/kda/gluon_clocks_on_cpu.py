@@ -1,21 +1,20 @@
 """Gluon kernels whose warps play roles, on a CPU, with shared memory byte for byte and a detector of races.
 
-On top of `gluon_on_cpu.py`. A tile lies as on the card (columns in blocks of the swizzle's width, one behind the other), so that
-other views of its bytes see what they see there. Every role has a vector clock, carried by mbarriers from those that arrive to
-those that wait. Copies and warp-group products are roles of their own for as long as they take: a product reads until it is
-waited for, a copy writes until its barrier turns, or reads until `store_wait`. Two accesses of which one writes and that no
-clock orders are an error, whatever the threads happened to do. Inside a role all is taken to be in order: its own barriers are
-Triton's.
+On top of `gluon_on_cpu.py`. A tile lies as on the card (columns in blocks of the swizzle's width, one behind the other), so
+that other views of its bytes see what they see there. Every role has a vector clock, carried by mbarriers from those that
+arrive to those that wait. Copies and warp-group products are roles of their own for as long as they take: a product reads until
+it is waited for, a copy writes until its barrier turns, or reads until `store_wait`. Two accesses of which one writes and that
+no clock orders are an error, whatever the threads happened to do. Inside a role all is taken to be in order: its own barriers
+are Triton's.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import gluon_on_cpu as base
 import torch
@@ -30,10 +29,10 @@ class _Run:
     """What the roles of one program share."""
 
     lock = threading.Condition()
-    barriers: dict[tuple[int, int], _Barrier] = {}
+    barriers: ClassVar[dict[tuple[int, int], _Barrier]] = {}
     broken = False
     roles = 0
-    mine = threading.local()
+    mine: ClassVar = threading.local()
 
 
 class _Role:
@@ -369,13 +368,15 @@ _NAMES = {
 }  # fmt: skip
 
 
-def load(*modules: ModuleType, **constants: Any) -> dict[str, Any]:
-    """The names of Gluon modules, one source after the other, with torch under them; then constants in place of theirs."""
+def load(*modules: ModuleType, without: str = "", **constants: Any) -> dict[str, Any]:
+    """The names of Gluon modules, one source after the other, with torch under them; then constants in place of theirs.
+    without: a statement of the sources that is left out."""
     _complete()
     names = dict(_NAMES)
     for module in modules:
         assert module.__file__ is not None
         source = re.sub(r"^(from|import) .*?(\((.|\n)*?^\).*$|$)", "", Path(module.__file__).read_text(), flags=re.M)
+        source = source.replace(without, "pass") if without else source
         exec(compile(re.sub(r"(\w+): gl\.constexpr = ", r"\1 = ", source), module.__file__, "exec"), names)
     names.update(constants)
     return names

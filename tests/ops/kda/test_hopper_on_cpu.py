@@ -1,0 +1,105 @@
+"""The Hopper forward's own source on a CPU: against the float64 loop, and no two roles touch a byte in no order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+import gluon_clocks_on_cpu as on_cpu
+
+from openkda.ops.kda.api import BoundedGate, kda
+from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
+
+if _triton_release() != TRITON_RELEASE:
+    pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
+from openkda.ops.kda.hopper import (
+    chains,
+    factors,
+    forward,
+    fused_factors,
+    fused_state,
+    instructions,
+    launch,
+    prepare,
+    scan,
+    state,
+)
+from openkda.testing.compare import check_close
+from openkda.testing.inputs import KDAInputs, make_inputs
+
+MODULES = (instructions, factors, chains, state, prepare, scan, fused_factors, fused_state, forward)
+HEADS = {"H": 1, "K": 128, "gate": "bounded", "use_qk_l2norm": True, "use_beta_sigmoid": True, "unit_keys": False}
+CASES: dict[str, dict[str, Any]] = {
+    "partial": {"T": 150, "decay": "random"},
+    "grouped": {"T": 70, "HV": 2, "decay": "slow"},
+    "pack": {"lengths": (0, 1, 66, 130), "decay": "random"},
+    "near": {"T": 193, "decay": "slow", "near_equal_keys": True},
+    "fast": {"T": 128, "decay": "fast"},
+}
+
+
+def inputs(name: str) -> KDAInputs:
+    return make_inputs(5, **HEADS | CASES[name]).to(dtype=torch.bfloat16)
+
+
+def on_the_cpu(x: KDAInputs, schedule: str, apart: bool, without: str = "") -> tuple[Tensor, Tensor]:
+    kernels = on_cpu.load(*MODULES, without=without)
+    assert isinstance(x.gate, BoundedGate)
+    (B, T, H, _), HV, cu = x.q.shape, x.v.shape[2], x.options.get("cu_seqlens")
+    n = B if cu is None else len(cu) - 1
+    rows = lambda t, columns: on_cpu.Matrix(t.reshape(T, -1), (64, columns))  # noqa: E731
+    o, st = torch.zeros_like(x.v), torch.full((n, HV, 128, 128), float("nan"))
+    s0 = torch.zeros_like(st) if x.initial_state is None else x.initial_state.float()
+    ranks = torch.full((4 * 16 + 1,), -1, dtype=torch.int32)
+    q, k, v, g, beta = (t.contiguous() for t in (x.q, x.k, x.v, x.g, x.beta))
+    rates = x.gate.A_log.float(), x.gate.dt_bias.float().reshape(-1)
+    tail = (128**-0.5, x.gate.lower_bound)
+    if schedule == "fused":
+        if cu is not None:
+            on_cpu.run(kernels["kda_ranks_kernel"], 1, [ranks, cu.int(), n, 16])
+        strides = (H * 128, H * 128, HV * 128, HV * 128)
+        on_cpu.run(kernels["kda_forward_kernel"], 1, [
+            rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks, q, k, g, v,
+            HV, HV // H, *strides, T, n * HV, *tail, 1, True, cu is not None, 16, apart,
+        ])  # fmt: skip
+        return o, st
+    slots = launch.slots(T, n, cu is not None) * HV
+    wide, quarters = torch.zeros(slots * 192, 128).half(), torch.zeros(slots * 192, 32).half()
+    prepared = on_cpu.Matrix(wide, (64, 128)), on_cpu.Matrix(quarters, (32, 32))
+    decay, bounds = torch.zeros(slots, 256 if apart else 128), ranks if cu is None else cu.int()
+    on_cpu.run(kernels["kda_prepare_kernel"], slots, [
+        rows(q, 128), rows(k, 128), rows(g, 128), *prepared, decay, ranks, beta, *rates, bounds, k, HV, HV // H, H * 128, T, n,
+        *tail, cu is not None, 16, cu is None, apart,
+    ])  # fmt: skip
+    on_cpu.run(kernels["kda_scan_kernel"], n * HV, [
+        *prepared, rows(v, 64), rows(o, 64), decay, ranks, o, s0, st, HV, T, T, 1, True, cu is not None, False, apart,
+    ])  # fmt: skip
+    return o, st
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_loop(name: str) -> None:
+    x = inputs(name)
+    wide = x.to(dtype=torch.float64)
+    want = kda(wide.q, wide.k, wide.v, wide.g, wide.beta, **wide.kwargs(), impl="reference")
+    found = [on_the_cpu(x, schedule, apart=True) for schedule in ("fused", "two_pass")]
+    for o, S in found:
+        check_close("output", o, want.output, 3e-3)
+        check_close("state", S, want.final_state, 1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "two schedules, one arithmetic"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["mbarrier.wait(t_ready.index(st), phase)", "mbarrier.wait(kt_read.index(0), even)", "tma.store_wait(0)",
+     "mbarrier.wait(ready.index(st), phase)", "mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)",
+     "mbarrier.wait(g_full.index(st), phase)"],
+)  # fmt: skip
+def test_a_missing_wait_is_found(statement: str) -> None:
+    """The detector itself."""
+    with pytest.raises(AssertionError, match="a race"):
+        on_the_cpu(make_inputs(5, **HEADS, T=300).to(dtype=torch.bfloat16), "fused", True, without=statement)
