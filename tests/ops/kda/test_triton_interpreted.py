@@ -15,6 +15,7 @@ F32 = torch.float32
 
 if INTERPRETED:
     patch_interpreter()
+    import hostile_checks as hostile
     import triton
     import triton.language as tl
     import triton_checks as checks
@@ -81,6 +82,7 @@ if INTERPRETED:
             checks.check_positions, checks.check_step, checks.check_bf16_states, checks.check_strides,
             checks.check_absurd_future, checks.check_splits, checks.check_block, checks.check_commit,
             checks.check_conv_and_norms, checks.check_conv_and_norm_gradients, checks.check_nans, checks.check_block_nans,
+            hostile.check_nothing_to_do, hostile.check_pools, hostile.check_absurd_counts,
         ],
         ids=lambda f: f.__name__,
     )  # fmt: skip
