@@ -20,18 +20,13 @@ from openkda.ops.attn_res.api import attn_res_bank, attn_res_merge, attn_res_mix
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block, kda_block_commit
 
 TOKENS = 24  # more than one chunk; no kernel is specialised on a length
-LONG = 8192
-"""One long sequence of few heads goes through kernels of its own on Hopper (segments)."""
-MOST_LONG = 64 * 128
-"""Channels up to which it is tried: segments need free SMs, and more channels would take gigabytes."""
 
 
 def warmup(
     config: ModelConfig, *, device: str | torch.device = "cuda", dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[str, float]]:
-    """Compile every kernel that a model of `config` can ask for in `dtype` at inference: prefill, continued, packed (up to 16
-    sequences; on Hopper every doubling of that compiles once more), decoding, also in a pool, drafted tokens; decoding steps of
-    latent attention, experts for few and many tokens, Attention Residuals.
+    """Compile every kernel that a model of `config` can ask for in `dtype` at inference: prefill, continued, packed, decoding,
+    also in a pool, drafted tokens; decoding steps of latent attention, experts for few and many tokens, Attention Residuals.
 
     Runs one layer of each kind with the config's heads and experts and a hidden size of 64, so it costs little memory.
     Compiled kernels land in Triton's cache folder (TRITON_CACHE_DIR) and serve later processes too.
@@ -43,11 +38,10 @@ def warmup(
     layer = KimiDeltaAttention(small, 0).to(device=device, dtype=dtype).eval()
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(device=device, dtype=dtype)
     x = torch.randn(1, TOKENS, 64, device=device, dtype=dtype)
-    long = torch.randn(1, LONG, 64, device=device, dtype=dtype)
     cu = torch.tensor([0, 5, TOKENS], device=device)
     states: dict[str, KDAState] = {}
 
-    def prefill(name: str, state: str | None, packed: bool, keep: bool, x: torch.Tensor = x) -> None:
+    def prefill(name: str, state: str | None, packed: bool, keep: bool) -> None:
         old = None if state is None else states[state]
         _, new = layer(x, state=old, cu_seqlens=cu if packed else None, return_state=keep)
         if new is not None:
@@ -65,11 +59,6 @@ def warmup(
         ("drafted tokens in a pool", lambda: _in_a_pool(layer, states["one"], 2, keep="all")),
         ("norms", lambda: norm(torch.randn(1, TOKENS, config.hidden_size, device=device, dtype=dtype))),
     ]
-    if torch.device(device).type == "cuda" and layer.v_proj.out_features <= MOST_LONG:
-        steps += [
-            ("long prefill", lambda: prefill("", None, False, True, long)),
-            ("continued long prefill", lambda: prefill("", "one", False, True, long)),
-        ]
     steps += _of_other_layers(config, small, device, dtype)
     taken = []
     with torch.inference_mode():

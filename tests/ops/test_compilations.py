@@ -120,7 +120,7 @@ def hopper(card: Card, monkeypatch: pytest.MonkeyPatch) -> Card:
     return card
 
 
-@pytest.mark.parametrize("heads", [(80, 80), (12, 12), (4, 8), (2, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(80, 80), (48, 48), (12, 12), (4, 8), (2, 2)], ids=str)
 @pytest.mark.parametrize("states", [True, False])
 def test_forward_on_hopper(hopper: Card, heads: tuple[int, int], states: bool) -> None:
     call = forward(*heads, 128, 128, impl="hopper", states=states)

@@ -311,10 +311,10 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: boo
     scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "SPLIT": False}
     options = {"num_warps": 8} if which == "merge" else {}
     kernel, constants, spill, shared = {
-        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "NP": 16}, 304, 232448),
+        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen}, 304, 232448),
         "prepare": (
             kda_prepare_kernel,
-            {"VARLEN": varlen, "NP": 8, "LAST_FIRST": not varlen},
+            {"VARLEN": varlen, "NP": 64, "LAST_FIRST": not varlen},
             0,
             76458,
         ),  # three CTAs an SM

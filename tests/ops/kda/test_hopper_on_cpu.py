@@ -54,7 +54,7 @@ def on_the_cpu(x: KDAInputs, schedule: str, apart: bool, without: str = "") -> t
     rows = lambda t, columns: on_cpu.Matrix(t.reshape(T, -1), (64, columns))  # noqa: E731
     o, st = torch.zeros_like(x.v), torch.full((n, HV, 128, 128), float("nan"))
     s0 = torch.zeros_like(st) if x.initial_state is None else x.initial_state.float()
-    ranks = torch.full((4 * 16 + 1,), -1, dtype=torch.int32)
+    ranks = torch.full((4 + 4 * 16,), -1, dtype=torch.int32)
     q, k, v, g, beta = (t.contiguous() for t in (x.q, x.k, x.v, x.g, x.beta))
     rates = x.gate.A_log.float(), x.gate.dt_bias.float().reshape(-1)
     tail = (128**-0.5, x.gate.lower_bound)
@@ -64,7 +64,7 @@ def on_the_cpu(x: KDAInputs, schedule: str, apart: bool, without: str = "") -> t
         strides = (H * 128, H * 128, HV * 128, HV * 128)
         on_cpu.run(kernels["kda_forward_kernel"], 1, [
             rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks, q, k, g, v,
-            HV, HV // H, *strides, T, n * HV, *tail, 1, True, cu is not None, 16, apart,
+            HV, HV // H, *strides, T, n * HV, *tail, 1, True, cu is not None, apart,
         ])  # fmt: skip
         return o, st
     slots = launch.slots(T, n, cu is not None) * HV

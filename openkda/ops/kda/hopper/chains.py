@@ -35,7 +35,7 @@ def chunks_before(cu_ptr, n_seqs, NP: gl.constexpr):
 @gluon.jit
 def write_ranks(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
     """A pack's sequences as (sequence, first slot, first row, length), longest first, that none is left over at the end;
-    with more than 64 of them only the empty ones come last. Behind them the counter of tickets."""
+    with more than 64 of them only the empty ones come last."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     i = gl.arange(0, NP, layout=LSEQ)
     real = i < n_seqs
@@ -59,21 +59,22 @@ def write_ranks(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
     gl.store(at + 1, sums(chunks) - chunks, mask=real)
     gl.store(at + 2, start, mask=real)
     gl.store(at + 3, length, mask=real)
-    gl.store(ranks_ptr + 4 * NP, 0)
 
 
 @gluon.jit(do_not_specialize=["n_seqs"])
 def kda_ranks_kernel(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
-    write_ranks(ranks_ptr, cu_ptr, n_seqs, NP)
+    """For `kda_forward_kernel`: a counter of tickets, and 16 bytes behind it the ranks."""
+    write_ranks(ranks_ptr + 4, cu_ptr, n_seqs, NP)
+    gl.store(ranks_ptr, 0)
 
 
 @gluon.jit
-def chain(ranks_ptr, ticket, chains, HV, T, VARLEN: gl.constexpr, NP: gl.constexpr):
-    """(sequence, value head, first row, length) of a ticket; length -1: no more."""
+def chain(ranks_ptr, ticket, chains, HV, T, VARLEN: gl.constexpr):
+    """(sequence, value head, first row, length) of a ticket; length -1: no more. ranks_ptr: of `kda_ranks_kernel`."""
     i = gl.arange(0, 4, layout=LENTRY)
     seq = ticket // HV
     if VARLEN:
-        entry = gl.load(ranks_ptr + gl.minimum(seq, NP - 1) * 4 + i, mask=(ticket < chains) & (i < 4), other=-1)
+        entry = gl.load(ranks_ptr + 4 + seq * 4 + i, mask=(ticket < chains) & (i < 4), other=-1)
     else:
         entry = gl.where(i == 0, seq, gl.where(i == 2, seq * T, gl.where(ticket < chains, T, -1)))
     return gl.where(i == 1, ticket % HV, entry)

@@ -78,7 +78,7 @@ def allocate(APART: gl.constexpr = False):
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
     q_ptr, k_ptr, g_ptr, v_ptr, HV, groups, q_row, k_row, g_row, v_row, T, chains, scale, bound,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NP: gl.constexpr,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
     APART: gl.constexpr,
 ):  # fmt: skip
     stages, hand, own, others, values, bars = allocate(APART)
@@ -93,7 +93,7 @@ def kda_forward_kernel(
             (score_partition, (stages, hand, others[0], bars[1], places, APART)),
             (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
                               bars[0], places, chains, T, groups, HV, scale, bound, rows,
-                              VARLEN, NP, APART)),
+                              VARLEN, APART)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(0), STATE_IN, STATE_OUT, APART)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, sends, bars[2], places,

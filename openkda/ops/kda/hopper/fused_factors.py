@@ -127,7 +127,7 @@ def _to_l2(ptr, stride, row, left, head):
 @gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
-    scale, bound, rows, VARLEN: gl.constexpr, NP: gl.constexpr, APART: gl.constexpr,
+    scale, bound, rows, VARLEN: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks.
 
@@ -143,13 +143,13 @@ def gate_partition(
     per = _rcp(bound * LOG2E)
     step = gl.num_programs(0)
     ticket = gl.program_id(0)
-    entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+    entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN)
     hv = field(entry, 1)
     row0 = field(entry, 2)
     length = field(entry, 3)
     drawn = gl.where(chan == 0, ticket, 0)
     if VARLEN:
-        drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+        drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
     sent0 = 0
     sent1 = 0
     sent2 = 0
@@ -164,10 +164,10 @@ def gate_partition(
     while length >= 0:
         ticket = step + gl.sum(gl.where(chan == 0, drawn, 0), axis=0)
         if VARLEN:
-            drawn = gl.atomic_add(ranks_ptr + 4 * NP + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+            drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
         else:
             drawn = gl.where(chan == 0, ticket, 0)
-        entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN, NP)
+        entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN)
         announce(entry, places, turn)
         turn += 1
         hv_n = field(entry, 1)

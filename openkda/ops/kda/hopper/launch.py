@@ -26,6 +26,7 @@ from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
 from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
 from openkda.ops.kda.hopper.schedule import (
     CHUNK,
+    PADDED,
     SLOT_BYTES,
     WORKSPACE,
     Schedule,
@@ -161,15 +162,17 @@ def _compile_ahead(p: _Problem, s0: Tensor | None, st: Tensor | None) -> None:
     packed = p.cu_seqlens is not None
     optional = (p.cu_seqlens, s0, st)
     kind = (p.index, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
-    if not first_of_kind(("hopper", kind, padded_count(p.sequences) if packed else 0), p.q.device):
+    if not first_of_kind(("hopper", kind), p.q.device):
         return
     few = replace(p.window(0, min(p.tokens, CHUNK)), workspaces=None)
     o = few.v.new_empty(few.v.shape)
     plans: list[Callable[[], object]] = [lambda: _fused(few, s0, st, o), lambda: _two_pass(few, s0, st, o)]
+    if not packed and 2 * p.heads <= _sm_count(p.index):  # see `choose`
+        plans.append(lambda: _segments(few, s0, st, o, 1))
     if not packed:
         tokens = (p.q, p.k, p.v, p.g, p.beta, p.a_log, p.dt_bias, None, s0, None, None)
         a = readable(*tokens, 2, p.lower_bound, p.scale, True, True, st is not None, False, torch.float32, False, False)
-        plans += [lambda: _segments(few, s0, st, o, 1), *portable_plans(a)]
+        plans += portable_plans(a)
     compile_ahead(p.q.device, *plans)
 
 
@@ -244,8 +247,7 @@ def _prepare(p: _Problem) -> _Operands:
     packed = p.cu_seqlens is not None
     n, t, hv = p.sequences, p.tokens, p.heads
     count = slots(t, n, packed) * hv
-    padded = padded_count(n) if packed else 16
-    workspace = torch.empty(count * SLOT_BYTES + 16 * padded + 4, dtype=torch.uint8, device=p.q.device)
+    workspace = torch.empty(count * SLOT_BYTES + (16 * PADDED[-1] if packed else 16), dtype=torch.uint8, device=p.q.device)
     p.uses(workspace)
     at = workspace.data_ptr()
     rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
@@ -256,14 +258,22 @@ def _prepare(p: _Problem) -> _Operands:
     )
     w = _Operands(workspace, descriptors, decay, ranks, APART)
     block = [CHUNK, 128]
-    _launch(
-        kda_prepare_kernel, (count, 1),
-        (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors),
-        (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens, p.k),
-        (hv, hv // p.q.shape[2], _row_stride(p.k)), (t, n, p.scale, p.lower_bound), (packed, padded, not packed, APART),
-        p.index,
-    )  # fmt: skip
+    for padded in _vectors(p):
+        _launch(
+            kda_prepare_kernel, (count, 1),
+            (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors),
+            (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens, p.k),
+            (hv, hv // p.q.shape[2], _row_stride(p.k)), (t, n, p.scale, p.lower_bound), (packed, padded, not packed, APART),
+            p.index,
+        )  # fmt: skip
     return w
+
+
+def _vectors(p: _Problem) -> tuple[int, ...]:
+    """Lengths of the vector that a kernel holds a pack's lengths in: one, and while planning each that there is."""
+    if p.cu_seqlens is None:
+        return (PADDED[0],)
+    return PADDED if planning.jobs is not None else (padded_count(p.sequences),)
 
 
 def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int) -> None:
@@ -271,8 +281,8 @@ def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Te
     cu, hv = p.cu_seqlens, p.heads
     block = [CHUNK, 64]
     decay = w.decay
-    planned = planning.jobs is not None
-    for split in (False, True) if planned else (is_split(n * hv, _sm_count(p.index)),):
+    sms = _sm_count(p.index)
+    for split in {is_split(hv, sms), False} if planning.jobs is not None else {is_split(n * hv, sms)}:
         _launch(
             kda_scan_kernel, (n * hv * (2 if split else 1), 1),
             (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
@@ -327,17 +337,17 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
 def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
     n, hv, cu = p.sequences, p.heads, p.cu_seqlens
     block, half = [CHUNK, 128], [CHUNK, 64]
-    padded = 16 if cu is None else padded_count(n)
     ranks: Tensor = o
     if cu is not None:
-        ranks = torch.empty(4 * padded + 1, dtype=torch.int32, device=o.device)
+        ranks = torch.empty(4 + 4 * PADDED[-1], dtype=torch.int32, device=o.device)
         p.uses(ranks)
-        _launch(kda_ranks_kernel, (1, 1), (), (ranks, cu), (), (n,), (padded,), p.index)
+        for padded in _vectors(p):
+            _launch(kda_ranks_kernel, (1, 1), (), (ranks, cu), (), (n,), (padded,), p.index)
     _launch(
         kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
         (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
          _tiles(o, half, _HALF)),
         (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks, p.q, p.k, p.g, p.v),
         (hv, hv // p.q.shape[2], *map(_row_stride, (p.q, p.k, p.g, p.v))), (p.tokens, n * hv, p.scale, p.lower_bound),
-        (0 if s0 is None else 1, st is not None, cu is not None, padded, APART), p.index,
+        (0 if s0 is None else 1, st is not None, cu is not None, APART), p.index,
     )  # fmt: skip

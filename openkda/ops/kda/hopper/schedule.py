@@ -38,9 +38,12 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+PADDED = (64, 1024)
+"""Lengths of the vector that holds a pack's lengths: two, so that the first pack can compile for all."""
+
+
 def padded_count(sequences: int) -> int:
-    """Length of the vector that holds a pack's lengths: few values, so that few kernels are compiled."""
-    return max(16, 1 << (sequences - 1).bit_length())
+    return PADDED[sequences > PADDED[0]]
 
 
 def slots(tokens: int, sequences: int, packed: bool) -> int:
