@@ -193,20 +193,36 @@ def check_rows_of_zeros(device: str, dtype: torch.dtype) -> None:
     backward_checks.hold("rows of zeros", x, got, want)
 
 
-def check_dirty_memory(device: str, dtype: torch.dtype) -> None:
-    """Forward and backward on memory that held NaN: the same bits as before, and the inputs are left alone."""
-    x = make_inputs(29, lengths=(5, 0, 70, 1), **backward_checks.SIZES).to(dtype=dtype, device=device)
+def spoil(device: str, value: float) -> None:
+    """What the allocator hands out next is full of `value`."""
+    if device == "cuda":
+        sizes = (1 << 27, *[1 << 19] * 32, *[1 << 17] * 64, *[1 << 8] * 256)
+        dirty = [torch.full((size,), value, device=device) for size in sizes]
+        del dirty
+
+
+def check_dirty_memory(
+    device: str, dtype: torch.dtype, x: KDAInputs | None = None, impl: str | None = "triton"
+) -> None:
+    """Forward and backward on memory that held NaN, or large numbers: the same bits, and the inputs are left alone."""
+    if x is None:
+        x = make_inputs(29, lengths=(5, 0, 70, 1), **backward_checks.SIZES).to(dtype=dtype, device=device)
     before = {n: t.clone() for n, t in x.tensors().items()}
-    want = gradients(x, impl="triton")
-    for _ in range(3):  # looked at, recorded, repeated
-        if device == "cuda":
-            dirty = [
-                torch.full((size,), float("nan"), device=device) for size in (1 << 27, *[1 << 17] * 64, *[1 << 8] * 256)
-            ]
-            del dirty
-        got = gradients(x, impl="triton")
-        assert all(torch.equal(got[n], want[n]) for n in want)
+    want = gradients(x, impl=impl)
+    assert all(bool(t.isfinite().all()) for t in want.values())
+    for value in (float("nan"), 1e30, float("nan"), 0.0):  # looked at, recorded, repeated
+        spoil(device, value)
+        got = gradients(x, impl=impl)
+        for n in want:
+            assert torch.equal(got[n], want[n]), f"{n} read memory that nobody had written ({value})"
     assert all(torch.equal(t, before[n]) for n, t in x.tensors().items())
+
+
+def check_dirty_memory_of_training(device: str, dtype: torch.dtype, gate: str) -> None:
+    """The same of what a model of published heads trains with, whose Hopper kernels have other workspaces: a batch and packs,
+    with and without states."""
+    for sizes in ({"B": 2, "T": 200}, {"lengths": (5, 0, 333, 64, 1)}, {"T": 64, "initial_state": False}):
+        check_dirty_memory(device, dtype, published(32, device, dtype, gate, **sizes), None)  # type: ignore[arg-type]
 
 
 def check_pools(device: str, dtype: torch.dtype) -> None:

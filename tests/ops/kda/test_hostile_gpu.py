@@ -36,6 +36,11 @@ def test_law(check: Any, dtype: torch.dtype) -> None:
     check("cuda", dtype)
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_training_on_dirty_memory(gate: str) -> None:
+    checks.check_dirty_memory_of_training("cuda", BF16, gate)
+
+
 def test_strong_decay() -> None:
     checks.check_strong_decay("cuda", BF16)
 
