@@ -64,7 +64,8 @@ def keep_state(desc, row, s, inv, size, buffer, unit_ptr):
     """Sends s times inv, whose rows are up to `size`, as float16 with one power of two for all its 64 rows."""
     up, down = _power_of_two(gl.max(size, axis=0), 12)
     gl.store(unit_ptr, down)
-    buffer.store((s * (inv * up)[:, None]).to(gl.float16))
+    # Not by inv * up: of a state that is 0 beside values of 10^7 that would be infinite.
+    buffer.store((s * inv[:, None] * up).to(gl.float16))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(desc, [row, 0], buffer)
