@@ -115,12 +115,13 @@ class _Run:
 
 class Card:
     """launches: (kernel, grid, everything that the kernel takes). compiled: a name for each specialisation. direct: launches
-    past Triton's launcher, `streams` of those; listeners: who was told of the others. status: what the driver answers."""
+    past Triton's launcher, `streams` of those; listeners: who was told of the others. entered: threads that asked for a
+    context. status: what the driver answers."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
         self.kernels: list[Kernel] = []
-        self.direct = 0
+        self.direct = self.entered = 0
         self.streams: list[int] = []
         self.listeners: list[Any] = []
         self.stream = 0
@@ -152,6 +153,9 @@ class Card:
         self.streams.append(about.stream or 0)
         self.kernels[function - 1].read(about, table)
         return 0
+
+    def enter(self) -> None:
+        self.entered += 1
 
     def message(self, status: int) -> str:
         return f"error {status}"

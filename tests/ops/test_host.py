@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,14 +187,26 @@ def test_a_kernel_laid_out_otherwise_is_launched_by_triton(log: Card, monkeypatc
         log.launches.clear()
 
 
-def test_a_thread_without_a_context_goes_the_long_way(log: Card) -> None:
-    """Triton's launcher gives it one. Any other refusal of the driver is an error."""
+def test_every_thread_gets_a_context(log: Card) -> None:
+    """A server's threads begin with launches from memory that torch had kept: nothing else would have given them one."""
     for _ in range(3):
         kda(**prefill())
-    log.launches.clear()
-    log.status = 201
-    kda(**prefill())
-    assert len(log.launches) == 2
+
+    def serve() -> None:
+        with torch.inference_mode():
+            kda(**prefill()), kda(**prefill())
+
+    for _ in range(2):
+        before = log.entered
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
+        assert log.entered == before + 1
+
+
+def test_what_the_driver_refuses_is_an_error(log: Card) -> None:
+    for _ in range(3):
+        kda(**prefill())
     log.status = 700
     with pytest.raises(RuntimeError, match="error 700"):
         kda(**prefill())

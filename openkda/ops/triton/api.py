@@ -22,6 +22,7 @@ from openkda.ops.triton.launch import (
     unit_stride,
     walkable,
 )
+from openkda.ops.triton.parameters import enter
 from openkda.ops.triton.stages import empty, record_stages
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "delta_step",
     "dense",
     "empty",
+    "enter",
     "find_sequence",
     "first_of_kind",
     "forget",

@@ -145,7 +145,8 @@ class Tape:
         at += [t.data_ptr() for t in made]
         if self._inner:
             at += [at[place] + offset for place, offset in self._inner]
-        return made if self._parameters.play(at, self._stream(index)) else None
+        self._parameters.play(at, self._stream(index))
+        return made
 
 
 def _allocator(device: torch.device) -> Callable[..., Tensor]:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import torch
 
 _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -25,7 +28,6 @@ _FORMATS = {
 _MAP = 128
 """Bytes of a CUtensorMap, and what its address is a multiple of."""
 _MOST_MAPS = 256
-_INVALID_CONTEXT = 201
 _SCRATCH = struct.pack("Q", 0)
 
 
@@ -39,7 +41,7 @@ class Config(ctypes.Structure):
 
 
 class Driver:
-    """The three functions of libcuda that a launch needs."""
+    """The functions of libcuda that a launch needs."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")  # releases the GIL: a launch waits where the queue is full
@@ -49,6 +51,19 @@ class Driver:
         self.launch = library.cuLaunchKernelEx
         """(address of a Config, function, address of the parameters' addresses, None) -> CUresult"""
         self.launch.argtypes = (ctypes.c_void_p,) * 4
+        self._context, self._primary, self._use = (
+            library.cuCtxGetCurrent, library.cuDevicePrimaryCtxRetain, library.cuCtxSetCurrent,
+        )  # fmt: skip
+        self._context.argtypes = self._use.argtypes = (ctypes.c_void_p,)
+        self._primary.argtypes = (ctypes.c_void_p, ctypes.c_int)
+
+    def enter(self) -> None:
+        """Gives this thread the current device's context, if it has none."""
+        context = ctypes.c_void_p()
+        self._context(ctypes.addressof(context))
+        if context.value is None:
+            self._primary(ctypes.addressof(context), torch.cuda.current_device())
+            self._use(context)
 
     def sizes(self, function: int) -> list[int]:
         """Bytes of each parameter of a kernel."""
@@ -81,6 +96,23 @@ def encoded(matrix: Any, about: Any, address: int) -> bytes:
     whole = SimpleNamespace(base=base, shape=matrix.shape, strides=matrix.strides, padding=matrix.padding)
     found = make_tensordesc_arg(whole, about)[0]  # the last field of an object of Triton's
     return ctypes.string_at(id(found) + type(found).__basicsize__ - _MAP, _MAP)
+
+
+class _Thread(threading.local):
+    entered = False
+
+
+_thread = _Thread()
+
+
+def enter(library: Driver | None = None) -> None:
+    """To be called before a thread's first launch: torch gives a thread its context at the first call that needs the GPU, and
+    memory from its cache needs none, but launches and descriptors do."""
+    if not _thread.entered:
+        library = library or driver()
+        if library is not None:
+            library.enter()
+        _thread.entered = True
 
 
 class Maps(dict[int, bytes]):
@@ -140,9 +172,10 @@ class Parameters:
         self._fixed = bytes(size) + fixed
         self._frames: list[_Frame] = []
 
-    def play(self, at: Sequence[int], stream: int) -> bool:
-        """Launches everything with the addresses `at`, by place. False where nothing was launched, because this thread has no
-        CUDA context yet."""
+    def play(self, at: Sequence[int], stream: int) -> None:
+        """Launches everything with the addresses `at`, by place."""
+        if not _thread.entered:
+            enter(self._driver)
         try:
             frame = self._frames.pop()  # one of its own for each thread that is in here
         except IndexError:
@@ -154,11 +187,8 @@ class Parameters:
         for call in frame.calls:
             status = launch(*call)
             if status:
-                if status == _INVALID_CONTEXT and call is frame.calls[0]:
-                    return False
                 raise RuntimeError(f"CUDA launch of a repeated call: {self._driver.message(status)}")
         self._frames.append(frame)
-        return True
 
 
 class _Frame:

@@ -44,10 +44,9 @@ def use_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __init__(self, kernels: Any, library: Any) -> None:
             self.kernels = kernels
 
-        def play(self, at: list[int], stream: int) -> bool:
+        def play(self, at: list[int], stream: int) -> None:
             for one, places in self.kernels:
                 one.ready.play(at, one, places)
-            return True
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 0))
     monkeypatch.setattr(InterpretedFunction, "run", first)
