@@ -57,7 +57,7 @@ def register_kda_rules() -> None:
     if hopper.installed():
         import openkda.ops.kda.hopper.register  # noqa: F401
 
-        _register(ops.kda_hopper.default, tokens, lambda x: ("o", "state" if x["final"] else ""), want_state=11)
+        _register(ops.kda_hopper.default, tokens, lambda x: ("o", "state" if x["final"] else ""), want_state=12)
 
 
 def _register(op: Any, names: Sequence[str], results: Any, want_state: int | None = None) -> None:

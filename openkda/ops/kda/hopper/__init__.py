@@ -1,8 +1,9 @@
-"""Hopper forward of KDA in Gluon: bfloat16, 128 channels, the bounded gate, l2norm and beta's sigmoid inside.
+"""Hopper forward of KDA in Gluon: bfloat16, 128 channels, gate, l2norm and beta's sigmoid inside.
 
 Three schedules over the same chunk algebra (factors.py); schedule.py chooses from the sizes alone:
 
-    fused      one kernel: two warpgroups build factors while two carry the state          no workspace; packs, batches
+    fused      one kernel: two warpgroups build factors while two carry the state          no workspace; packs, batches;
+                                                                                           the bounded gate only
     two_pass   factors of every chunk in parallel, then the scan                           60 KB a chunk and head
     segments   the scan itself in parallel over segments, exact: transitions are merged    few heads, one long sequence
 
@@ -19,13 +20,15 @@ from openkda.ops.device.api import GLUON_RELEASE as TRITON_RELEASE
 from openkda.ops.device.api import goes_direct, transform_refusals
 from openkda.ops.device.api import triton_release as _triton_release
 from openkda.ops.kda.call import KDACall, KDAOutput
-from openkda.ops.kda.gate import BoundedGate
+from openkda.ops.kda.gate import BoundedGate, Gate
+from openkda.ops.kda.hopper.schedule import fits_workspace, slots
 
 __all__ = ["refusals", "run", "step"]
 
 HEAD = 128
 MAX_SEQUENCES = 1024
 """A pack's lengths are read as one vector by every program."""
+BOUNDED = 2
 SHORT = 16
 """Dense calls of at most this many tokens are left to the token-by-token kernel."""
 
@@ -55,11 +58,10 @@ def refusals(call: KDACall) -> list[str]:
 def run(call: KDACall) -> KDAOutput:
     from openkda.ops.kda.hopper import register
 
-    gate = call.gate
-    assert isinstance(gate, BoundedGate)  # for the type checker: refusals made sure of it
-    A_log, dt_bias = register.as_tensor_pair(gate)
+    A_log, dt_bias = register.as_tensor_pair(call.gate)
+    bound = call.gate.lower_bound if isinstance(call.gate, BoundedGate) else 0.0
     tensors = (call.q, call.k, call.v, call.g, call.beta, A_log, dt_bias, call.cu_seqlens, call.initial_state)
-    arguments = (*tensors, call.scale, gate.lower_bound, call.output_final_state)
+    arguments = (*tensors, call.scale, bound, kind_of(call.gate), call.output_final_state)
     if call.key is not None and goes_direct(*tensors):
         return register.run_recorded(call, arguments)
     if call.needs_grad:
@@ -69,6 +71,11 @@ def run(call: KDACall) -> KDAOutput:
     else:
         o, final = register.kda_hopper_op(*arguments)
     return KDAOutput(o, final if call.output_final_state else None)
+
+
+def kind_of(gate: Gate | None) -> int:
+    """The gate's number in `triton.launch.Args`."""
+    return 0 if gate is None else BOUNDED if isinstance(gate, BoundedGate) else 1
 
 
 def step(call: KDACall) -> tuple[Tensor, Tensor]:
@@ -96,8 +103,10 @@ _INSTALLED_RELEASE = _triton_release()  # read once, and not where torch.compile
 
 def _option_refusals(call: KDACall) -> list[str]:
     reasons = []
-    if not isinstance(call.gate, BoundedGate):
-        reasons.append(f"the bounded gate, received {type(call.gate).__name__ if call.gate else 'log decays'}")
+    B, T, HV = call.v.shape[:3]
+    work = HV * slots(T, call.num_sequences, call.cu_seqlens is not None)
+    if kind_of(call.gate) != BOUNDED and (B > 1 or call.cu_seqlens is not None) and not fits_workspace(work):
+        reasons.append(f"the bounded gate or one sequence or at most 2 GB of prepared chunks, received {work} chunks")
     if not call.use_qk_l2norm:
         reasons.append("use_qk_l2norm=True (float16 operands need unit keys)")
     if not call.use_beta_sigmoid:

@@ -15,12 +15,9 @@ from openkda.ops.kda.call import KDACall
 from openkda.ops.kda.hopper.register import _forward, kda_hopper_op
 from openkda.ops.kda.triton.autograd import attach, differentiate
 
-BOUNDED = 2
-"""The gate's number in `triton.launch.Args`."""
 
-
-def _options(scale: float, bound: float, want_state: bool) -> tuple[Any, ...]:
-    return BOUNDED, bound, scale, True, True, want_state, False, torch.float32, False
+def _options(scale: float, bound: float, gate: int, want_state: bool) -> tuple[Any, ...]:
+    return gate, bound, scale, True, True, want_state, False, torch.float32, False
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -30,7 +27,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, do: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
-    return (*differentiate(ctx, 0, do, ds, None), None, None, None)
+    return (*differentiate(ctx, 0, do, ds, None), None, None, None, None)
 
 
 def run(call: KDACall, *arguments: Any) -> tuple[Any, ...]:

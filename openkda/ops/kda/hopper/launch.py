@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 from openkda.ops.kda.hopper.chains import kda_ranks_kernel
 from openkda.ops.kda.hopper.forward import kda_forward_kernel
+from openkda.ops.kda.hopper.levels import kda_prepare_levels_kernel
 from openkda.ops.kda.hopper.merge import merge_segments_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
 from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
@@ -44,6 +45,10 @@ from openkda.ops.triton.api import compile_ahead, enter, first_of_kind, note, pl
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
+BOUNDED = 2
+"""The bounded gate's number in `triton.launch.Args`."""
+REGISTERS = 168
+"""A thread's, so that three programs of four warps share an SM."""
 APART = False
 """Whether the last key of a chunk is kept apart (state.py)."""
 _OPTIONS = {"num_warps": 4}
@@ -79,6 +84,7 @@ class _Problem:
     scale: float
     lower_bound: float
     cu_seqlens: Tensor | None
+    gate: int = BOUNDED
     workspaces: list[Tensor] | None = None
     """Receives the memory that the kernels use besides."""
 
@@ -124,30 +130,31 @@ class _Operands:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, *, scale: float,
     lower_bound: float, initial_state: Tensor | None = None, final_state: bool = False,
-    cu_seqlens: Tensor | None = None, schedule: Schedule | None = None, workspaces: list[Tensor] | None = None,
+    cu_seqlens: Tensor | None = None, gate: int = BOUNDED, schedule: Schedule | None = None,
+    workspaces: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output [B, T, HV, 128] and the float32 final states [N, HV, 128, 128] or None.
 
     q, k, v, g: [B, T, heads, 128] bfloat16, rows may be strided. beta [B, T, HV] any float, a_log [HV] and dt_bias
     [HV * 128] float32, initial_state [N, HV, 128, 128] float32, cu_seqlens [N + 1] int32 or int64: contiguous.
+    gate: 2 bounded, 1 softplus, 0 log decays in g (`triton.launch.Args`); the last two have no bound and no fused schedule.
     schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`.
     """
     if v.device.index != torch.cuda.current_device():
         with torch.cuda.device(v.device):
             return forward(
                 q, k, v, g, beta, a_log, dt_bias, scale=scale, lower_bound=lower_bound, initial_state=initial_state,
-                final_state=final_state, cu_seqlens=cu_seqlens, schedule=schedule, workspaces=workspaces,
+                final_state=final_state, cu_seqlens=cu_seqlens, gate=gate, schedule=schedule, workspaces=workspaces,
             )  # fmt: skip
     p = _Problem(
-        _rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens,
-        workspaces,
+        _rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens, gate, workspaces,
     )  # fmt: skip
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (p.sequences, p.heads, 128, 128)
     st = torch.empty(shape, dtype=torch.float32, device=v.device) if final_state else None
     _compile_ahead(p, initial_state, st)
     if schedule is None:
-        schedule = choose(p.tokens, p.sequences, p.heads, cu_seqlens is not None, _sm_count(p.index))
+        schedule = choose(p.tokens, p.sequences, p.heads, cu_seqlens is not None, _sm_count(p.index), gate == BOUNDED)
     if schedule == "fused":
         _fused(p, initial_state, st, o)
     elif schedule == "two_pass":
@@ -161,17 +168,21 @@ def _compile_ahead(p: _Problem, s0: Tensor | None, st: Tensor | None) -> None:
     """At the first call of a kind the kernels of all schedules, and for dense calls those of `SHORT` ones."""
     packed = p.cu_seqlens is not None
     optional = (p.cu_seqlens, s0, st)
-    kind = (p.index, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
+    kind = (p.index, p.gate, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
     if not first_of_kind(("hopper", kind), p.q.device):
         return
     few = replace(p.window(0, min(p.tokens, CHUNK)), workspaces=None)
     o = few.v.new_empty(few.v.shape)
-    plans: list[Callable[[], object]] = [lambda: _fused(few, s0, st, o), lambda: _two_pass(few, s0, st, o)]
+    plans: list[Callable[[], object]] = [lambda: _two_pass(few, s0, st, o)]
+    if p.gate == BOUNDED:
+        plans.append(lambda: _fused(few, s0, st, o))
     if not packed and 2 * p.heads <= _sm_count(p.index):  # see `choose`
         plans.append(lambda: _segments(few, s0, st, o, 1))
     if not packed:
         tokens = (p.q, p.k, p.v, p.g, p.beta, p.a_log, p.dt_bias, None, s0, None, None)
-        a = readable(*tokens, 2, p.lower_bound, p.scale, True, True, st is not None, False, torch.float32, False, False)
+        a = readable(
+            *tokens, p.gate, p.lower_bound, p.scale, True, True, st is not None, False, torch.float32, False, False
+        )
         plans += portable_plans(a)
     compile_ahead(p.q.device, *plans)
 
@@ -259,16 +270,22 @@ def _prepare(p: _Problem) -> _Operands:
         _descriptor(rows, count * 3 * CHUNK, 128, 128, [CHUNK, 128], _ROWS),
         _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
     )
-    w = _Operands(workspace, descriptors, decay, ranks, APART)
+    bounded = p.gate == BOUNDED
+    w = _Operands(workspace, descriptors, decay, ranks, APART and bounded)
     block = [CHUNK, 128]
+    matrices = (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors)
+    pointers = (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens)
     for padded in _vectors(p):
-        _launch(
-            kda_prepare_kernel, (count, 1),
-            (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors),
-            (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens, p.k),
-            (hv, hv // p.q.shape[2], _row_stride(p.k)), (t, n, p.scale, p.lower_bound), (packed, padded, not packed, APART),
-            p.index,
-        )  # fmt: skip
+        if bounded:
+            _launch(
+                kda_prepare_kernel, (count, 1), matrices, (*pointers, p.k), (hv, hv // p.q.shape[2], _row_stride(p.k)),
+                (t, n, p.scale, p.lower_bound), (packed, padded, not packed, APART), p.index,
+            )  # fmt: skip
+        else:
+            _launch(
+                kda_prepare_levels_kernel, (count, 1), matrices, (*pointers, decay), (hv, hv // p.q.shape[2]),
+                (t, n, 0, p.scale), (packed, padded, not packed, False, p.gate), p.index, maxnreg=REGISTERS,
+            )  # fmt: skip
     return w
 
 

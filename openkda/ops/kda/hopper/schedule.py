@@ -61,15 +61,21 @@ def segment_tokens(tokens: int, count: int) -> int:
     return ceil_div(ceil_div(tokens, CHUNK), count) * CHUNK
 
 
-def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int) -> Schedule:
-    """tokens: T of the call. sequences: B, or the members of the pack. heads: value heads. sms: of the device."""
+def fits_workspace(work: int) -> bool:
+    """Whether all chunks of all heads can be prepared at once."""
+    return work * SLOT_BYTES <= WORKSPACE
+
+
+def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True) -> Schedule:
+    """tokens: T of the call. sequences: B, or the members of the pack. heads: value heads. sms: of the device. fusible: the
+    fused kernel, which knows the bounded gate only, may be taken."""
     work, chains = slots(tokens, sequences, packed) * heads, sequences * heads
     # Of a pack's lengths the host knows the sum: the longest is taken to be twice the mean.
     longest = ceil_div(tokens, CHUNK)
     if packed:
         longest = min(longest, 2 * slots(tokens, sequences, packed) // sequences)
-    fused = _FUSED_US * _makespan(work, longest, chains, sms, packed) + _FUSED_START_US
-    if work * SLOT_BYTES > WORKSPACE:
+    fused = _FUSED_US * _makespan(work, longest, chains, sms, packed) + _FUSED_START_US if fusible else float("inf")
+    if not fits_workspace(work):
         return "two_pass" if not packed and sequences == 1 else "fused"
     preparing = _PREPARE_US * work / sms + _PREPARE_START_US
     split = is_split(chains, sms)

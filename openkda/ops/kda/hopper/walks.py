@@ -30,11 +30,13 @@ from openkda.ops.triton.api import dense, empty
 def walk(
     a: Args, do: Tensor, ds1: Tensor | None, slots: int, tiles: int, token: Tensor, u: Tensor, dd: Tensor, s: Tensor,
     ds: Tensor, u_unit: Tensor, dd_unit: Tensor, s_unit: Tensor, ds_unit: Tensor, ds0: Tensor | None,
+    w: _Operands | None = None,
 ) -> None:  # fmt: skip
-    """Fills what `triton/walks.py` fills, for two blocks of 64 value channels, and the norms of keys and queries in `token`."""
+    """Fills what `triton/walks.py` fills, for two blocks of 64 value channels, and the norms of keys and queries in `token`.
+    w: the chunks, where they are prepared already, `token` with them."""
     B, T, _, HV, *_ = a.sizes
     N, packed, index = a.num_sequences, a.cu is not None, do.device.index
-    w = _prepare(a, slots, tiles, token)
+    w = prepared(a, slots, tiles, token) if w is None else w
     split = is_split(N * HV, _sm_count(index))
     grid = (N * HV * (2 if split else 1), 1)
     rows, sizes = [CHUNK, 64], (T, B * T, slots, tiles)
@@ -58,30 +60,44 @@ def walk(
     )  # fmt: skip
 
 
-def _prepare(a: Args, slots: int, tiles: int, token: Tensor) -> _Operands:
-    _, T, H, HV, *_ = a.sizes
-    N, packed, device = a.num_sequences, a.cu is not None, a.q.device
-    count = slots * HV
-    padded = padded_count(N) if packed else 16
-    workspace = empty((count * SLOT_BYTES + 16 * padded + 32,), torch.uint8, device)  # ranks, and a counter beside them
-    at = workspace.data_ptr()
+def workspace_bytes(a: Args, slots: int) -> int:
+    """Of the chunks of all heads, a pack's ranks and a counter beside them."""
+    padded = padded_count(a.num_sequences) if a.cu is not None else 16
+    return slots * a.v.shape[2] * SLOT_BYTES + 16 * padded + 32
+
+
+def operands_of(a: Args, slots: int, workspace: Tensor) -> _Operands:
+    """Where everything lies in a workspace of that size."""
+    count, at = slots * a.v.shape[2], workspace.data_ptr()
     rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
-    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES + 16, torch.int32)
+    decay, ranks = (
+        _Place(at + count * (49152 + 12288), torch.float32),
+        _Place(at + count * SLOT_BYTES + 16, torch.int32),
+    )
     descriptors = (
         _descriptor(rows, count * 3 * CHUNK, HEAD, HEAD, [CHUNK, HEAD], _ROWS),
         _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
     )
+    return _Operands(workspace, descriptors, decay, ranks)
+
+
+def prepared(a: Args, slots: int, tiles: int, token: Tensor) -> _Operands:
+    """All chunks, in a workspace of their own; what keys and queries were multiplied by goes to `token`."""
+    _, T, H, HV, *_ = a.sizes
+    N, packed, device = a.num_sequences, a.cu is not None, a.q.device
+    padded = padded_count(N) if packed else 16
+    w = operands_of(a, slots, empty((workspace_bytes(a, slots),), torch.uint8, device))
     block = [CHUNK, HEAD]
     A_log, dt_bias = (torch.zeros(HV * HEAD, device=device) if x is None else x for x in (a.A_log, a.dt_bias))
     beta = dense(a.beta)
     numbers, constants = (T, N, tiles, a.scale), (packed, padded)
     bounded = a.gate == BOUNDED
     _launch(
-        kda_prepare_backward_kernel if bounded else kda_prepare_levels_kernel, (count, 1),
-        (*(_tiles(_rows(x), block, _ROWS) for x in (a.q, a.k, a.g)), *descriptors),
-        (decay, ranks, beta, A_log, dt_bias, beta if a.cu is None else a.cu, token),
+        kda_prepare_backward_kernel if bounded else kda_prepare_levels_kernel, (slots * HV, 1),
+        (*(_tiles(_rows(x), block, _ROWS) for x in (a.q, a.k, a.g)), *w.descriptors),
+        (w.decay, w.ranks, beta, A_log, dt_bias, beta if a.cu is None else a.cu, token),
         (HV, HV // H), (*numbers, a.bound) if bounded else numbers,
         constants if bounded else (*constants, False, True, a.gate), device.index,
         **({} if bounded else {"maxnreg": REGISTERS}),
     )  # fmt: skip
-    return _Operands(workspace, descriptors, decay, ranks)
+    return w
