@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -114,7 +115,8 @@ class _Run:
 
 
 class Card:
-    """launches: (kernel, grid, everything that the kernel takes). compiled: a name for each specialisation. direct: launches
+    """launches: (kernel, grid, everything that the kernel takes). compiled: a name for each specialisation; alone: of those the
+    ones that were compiled one after the other. direct: launches
     past Triton's launcher, `streams` of those; listeners: who was told of the others. entered: threads that asked for a
     context. status: what the driver answers."""
 
@@ -122,6 +124,7 @@ class Card:
         self.launches: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
         self.kernels: list[Kernel] = []
         self.direct = self.entered = 0
+        self.alone: list[str] = []
         self.streams: list[int] = []
         self.listeners: list[Any] = []
         self.stream = 0
@@ -161,8 +164,11 @@ class Card:
         return f"error {status}"
 
     def compile(self, fn: Any, key: Any, signature: Any, device: Any, constexprs: Any, *rest: Any) -> Kernel:
-        self.kernels.append(Kernel(self, fn, signature))
-        return self.kernels[-1]
+        kernel = Kernel(self, fn, signature)
+        self.kernels.append(kernel)
+        if threading.current_thread() is threading.main_thread():
+            self.alone.append(kernel.name)
+        return kernel
 
 
 @contextmanager

@@ -127,7 +127,31 @@ def test_forward_on_hopper(hopper: Card, heads: tuple[int, int], states: bool) -
     dense = (*(s for s in DENSE if s[1] > 16), (1, 4096), (1, 2000), (4, 1024))
     assert not later(hopper, call, dense[0], dense[1:])
     assert not later(hopper, lambda lengths: call(lengths, True), PACKS[0], (*PACKS[1:], (64,) * 100, (2000, 30)))
-    assert hopper.kernels
+    assert hopper.kernels and not hopper.alone
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_training(hopper: Card, impl: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a first step are compiled side by side, none of them twice, and serve other lengths."""
+    from openkda.ops.kda.hopper import backward as host
+
+    for name in ("fits", "fits_products", "fits_walks"):
+        monkeypatch.setattr(host, name, lambda *a: impl == "hopper")
+
+    def step(T: int) -> None:
+        x = [new(1, T, 2, 128).requires_grad_() for _ in range(4)]
+        rates = new(2, dtype=F32).requires_grad_(), new(2, 128, dtype=F32).requires_grad_()
+        made = BoundedGate(-5.0, *rates) if gate == "bounded" else SoftplusGate(*rates)
+        options = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
+        with torch.enable_grad():
+            kda(*x, new(1, T, 2), gate=made, impl="triton", **options).output.sum().backward()
+
+    before = []
+    for T in (40, 64, 130, 33):
+        step(T)
+        before.append(len(hopper.compiled))
+    assert not hopper.alone and len(set(before)) == 1 and before[0] >= 7
 
 
 def block(H: int, HV: int, K: int, V: int, W: int, T: int) -> Callable[[int], Any]:

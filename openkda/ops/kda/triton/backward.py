@@ -10,6 +10,7 @@ Nothing is kept from the forward but its inputs: the walk over chunks is run aga
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,12 +18,21 @@ import triton.language as tl
 from torch import Tensor
 
 from openkda.ops.kda.triton.gradients import gradients_kernel
-from openkda.ops.kda.triton.launch import CHUNK, EPS, PREPARE, Args, pieces, state_strides
+from openkda.ops.kda.triton.launch import CHUNK, EPS, PREPARE, Args, kind, pieces, state_strides
 from openkda.ops.kda.triton.prepare import prepare_kernel
 from openkda.ops.kda.triton.products import products_kernel
 from openkda.ops.kda.triton.sums import sums_kernel
 from openkda.ops.kda.triton.walks import walks_kernel
-from openkda.ops.triton.api import ceil_div, empty, launch, padded, rows_of, steps_of
+from openkda.ops.triton.api import (
+    ceil_div,
+    compile_ahead,
+    empty,
+    first_of_kind,
+    launch,
+    padded,
+    rows_of,
+    steps_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from openkda.ops.kda.triton.keep import Kept
@@ -67,6 +77,12 @@ def launches(
 ) -> Gradients:  # fmt: skip
     """As `backward`, with dq and dk of every value head, and ds0 [.., K, V]. All memory is made by `empty`, all work done by
     `launch`: nothing of torch in between, so that a tape can repeat it. kept: by the forward (`keep.py`)."""
+    optional = tuple([x is None for x in (a.cu, do, ds1, chain, kept)])
+    own = ("backward", kind(a), want_ds0, optional, HOPPER_WALKS, HOPPER_PRODUCTS, HOPPER_GRADIENTS)
+    if first_of_kind(
+        own, o.device
+    ):  # its kernels side by side: one after the other they were most of a first step's 16 s
+        compile_ahead(o.device, lambda: launches(a, o, do, ds1, want_ds0, chain, kept))
     B, T, H, HV, K, V = a.sizes
     N = a.num_sequences
     sequences = N if chain is None else chain.numel() - 1
@@ -76,7 +92,7 @@ def launches(
     new = lambda *shape, dtype=torch.float32: empty(shape, dtype, o.device)  # noqa: E731
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
-    BS, BV, warps, stages = _products_settings(BK, exact)
+    BS, BV, warps, stages = _products_settings(BK, exact, _generation(o.device))
     blocks, chunks, factor, anew = HV * tiles, HV * slots, HV * tiles * CHUNK * BK, kept is None
     token, u_unit, dd_unit, s_unit, ds_unit, both, product_unit, rows = pieces(
         f32, anew * blocks * 3 * CHUNK, anew * blocks * NU * CHUNK, blocks * NU * CHUNK, anew * chunks * NU, chunks * NU,
@@ -233,6 +249,14 @@ def _walk_settings(BK: int, exact: bool) -> tuple[int, int, int]:
     return (64, 8, 1) if BK > 128 else (64, 4, 3)
 
 
-def _products_settings(BK: int, exact: bool) -> tuple[int, int, int, int]:
-    """(key channels, value channels at a time, warps, pipeline stages) of `products_kernel`."""
-    return (min(64, BK), 32, 4, 1) if exact else (64, 64, 4, 2)
+def _products_settings(BK: int, exact: bool, generation: int) -> tuple[int, int, int, int]:
+    """(key channels, value channels at a time, warps, pipeline stages) of `products_kernel`. Two stages were measured on Hopper
+    (generation 9). For compute capability 10 Triton 3.6 does not compile them, and for 8 and 12 they spill 380 and 262
+    instructions where one stage spills 168 and 109."""
+    return (min(64, BK), 32, 4, 1) if exact else (64, 64, 4, 2 if generation == 9 else 1)
+
+
+@cache
+def _generation(device: torch.device) -> int:
+    """Of the card, by the first number of its compute capability; without one, that of the card that was measured."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
