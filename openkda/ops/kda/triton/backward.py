@@ -11,7 +11,7 @@ Nothing is kept from the forward but its inputs: the walk over chunks is run aga
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -33,9 +33,6 @@ from openkda.ops.triton.api import (
     rows_of,
     steps_of,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from openkda.ops.kda.triton.keep import Kept
 
 C = 64
 SAVE = C // CHUNK
@@ -73,10 +70,10 @@ def finished(
 
 def launches(
     a: Args, o: Tensor, do: Tensor | None, ds1: Tensor | None, want_ds0: bool, chain: Tensor | None = None,
-    kept: Kept | None = None,
+    kept: Kept | KeptChunks | None = None,
 ) -> Gradients:  # fmt: skip
     """As `backward`, with dq and dk of every value head, and ds0 [.., K, V]. All memory is made by `empty`, all work done by
-    `launch`: nothing of torch in between, so that a tape can repeat it. kept: by the forward (`keep.py`)."""
+    `launch`: nothing of torch in between, so that a tape can repeat it. kept: by the forward (the `keep.py` of each folder)."""
     optional = tuple([x is None for x in (a.cu, do, ds1, chain, kept)])
     own = ("backward", kind(a), want_ds0, optional, HOPPER_WALKS, HOPPER_PRODUCTS, HOPPER_GRADIENTS)
     if first_of_kind(
@@ -93,23 +90,30 @@ def launches(
     packed, has_A, has_dt = a.cu is not None, a.A_log is not None, a.dt_bias is not None
 
     BS, BV, warps, stages = _products_settings(BK, exact, _generation(o.device))
-    blocks, chunks, factor, anew = HV * tiles, HV * slots, HV * tiles * CHUNK * BK, kept is None
+    on_hopper = not isinstance(kept, Kept) and HOPPER_WALKS and do is not None and _walked_on_hopper(a, do, chain)
+    if not on_hopper and isinstance(kept, KeptChunks):
+        kept = None
+    blocks, chunks, factor, anew = HV * tiles, HV * slots, HV * tiles * CHUNK * BK, not isinstance(kept, Kept)
     token, u_unit, dd_unit, s_unit, ds_unit, both, product_unit, rows = pieces(
-        f32, anew * blocks * 3 * CHUNK, anew * blocks * NU * CHUNK, blocks * NU * CHUNK, anew * chunks * NU, chunks * NU,
-        chunks * BK, chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
+        f32, (kept is None) * blocks * 3 * CHUNK, anew * blocks * NU * CHUNK, blocks * NU * CHUNK, anew * chunks * NU,
+        chunks * NU, chunks * BK, chunks * (BK // BS) * 4, 2 * B * T * HV, device=o.device,
     )  # fmt: skip
     dd = new(B, T, HV, V, dtype=op)
     s, ds, u = pieces(op, anew * chunks * V * BK, chunks * V * BK, anew * dd.numel(), device=o.device)
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
-    if kept is None and HOPPER_WALKS and do is not None and _walked_on_hopper(a, do, chain):
+    if on_hopper:
+        from openkda.ops.kda.hopper.walks import operands_of
         from openkda.ops.kda.hopper.walks import walk as walk_on_hopper
 
-        walk_on_hopper(a, do, ds1, slots, tiles, token, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, ds0)
+        found = None
+        if isinstance(kept, KeptChunks):
+            token, found = kept.norms, operands_of(a, slots, kept.workspace)
+        walk_on_hopper(a, do, ds1, slots, tiles, token, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, ds0, found)
         kd = qd = ke = decay = None  # hopper/gradients.py, which follows, computes its own
     else:
-        if kept is None:
+        if not isinstance(kept, Kept):
             kd, qd, ke = pieces(op, factor, factor, factor, device=o.device)
             w, y = pieces(op, factor, factor, device=o.device)
             tm, decay, unit = pieces(f32, blocks * 2 * CHUNK * CHUNK, blocks * BK, blocks * 2 * CHUNK, device=o.device)
@@ -119,7 +123,7 @@ def launches(
             w = y  # read by nobody
         reverses = NU * HV * sequences
         launch(
-            walks_kernel, reverses + (NU * HV * N if kept is None else 0),
+            walks_kernel, reverses + NU * HV * N * anew,
             (a.v, do, u, dd, a.cu, chain, a.state, s, ds1, ds0, ds, u_unit, dd_unit, s_unit, ds_unit,
              kd, qd, ke, w, y, tm, decay, unit, token),
             (*steps_of(a.v), *do_steps, *state_strides(a.state, a.v_first), *state_strides(ds1, a.v_first)),
@@ -174,6 +178,30 @@ def launches(
             sums_kernel, HV, (d_bias, d_A, bias, rate), (), (slots,), (HV, K, padded(K), 32, has_A, has_dt), 4, o.device
         )
     return dq, dk, dv, dz, dbeta, rate, bias, ds0
+
+
+class Kept(NamedTuple):
+    """What `keep.forward` keeps: parts of two tensors."""
+
+    kd: Tensor
+    qd: Tensor
+    ke: Tensor
+    y: Tensor
+    s: Tensor
+    u: Tensor
+    tm: Tensor
+    decay: Tensor
+    token: Tensor
+    unit: Tensor
+    u_unit: Tensor
+    s_unit: Tensor
+
+
+class KeptChunks(NamedTuple):
+    """What hopper's `keep.forward` keeps."""
+
+    workspace: Tensor
+    norms: Tensor
 
 
 class Walk(NamedTuple):
