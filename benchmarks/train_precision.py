@@ -49,12 +49,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.run == "float32":
             stack.enter_context(mock.patch("openkda.models.hybrid.KimiDeltaAttention", plain))
         if (folder / "run" / "last").exists():
-            result = resume(folder / "run", progress=Losses())
+            result = resume(folder / "run", settings=[f"cuda_graph={not args.launched}"], progress=Losses())
         else:
             options = demo_options(folder / "run", seconds=0.0, steps=args.steps, quick=False, seed=0)
             options = dataclasses.replace(
                 options, data=(args.data,), device=args.device, dtype=args.run, batch_size=args.batch, val_every=10**9,
                 val_tokens=1 << 17, log_every=1, checkpoint_every=250, keep=1,
+                cuda_graph=not args.launched,
             )  # fmt: skip
             result = train(options, progress=Losses())
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="windows of 128 bytes a step")
     parser.add_argument("--save", type=Path, help="file for the numbers of --run")
     parser.add_argument("--keep", type=Path, help="folder in which the run stays, to go on with")
+    parser.add_argument("--launched", action="store_true", help="without CUDA graphs")
     parser.add_argument("--compare", type=Path, nargs=2, help="two files that --save wrote")
     parser.add_argument("--out", type=Path, help="folder for train-precision.json and .png; default: print only")
     args = parser.parse_args()

@@ -31,6 +31,9 @@ class Batch:
     targets: Tensor
     cu_seqlens: Tensor
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.input_ids, self.targets, self.cu_seqlens
+
     def to(self, device: torch.device) -> Batch:
         """On `device`, in order behind what it has to do; the host goes on at once."""
         return Batch(move(self.input_ids, device), move(self.targets, device), move_offsets(self.cu_seqlens, device))

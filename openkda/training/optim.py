@@ -181,10 +181,15 @@ class Optimizer:
         for part in self._parts.values():
             part.step()
 
-    def zero_grad(self) -> None:
-        for named in (self._groups.muon, self._groups.adamw, self._groups.adamw_no_decay):
-            for p in named.values():
-                p.grad = None
+    def zero_grad(self, *, keep: bool = False) -> None:
+        """keep: gradients become zeros where they lie, instead of being let go."""
+        named = (self._groups.muon, self._groups.adamw, self._groups.adamw_no_decay)
+        parameters = [p for group in named for p in group.values()]
+        if keep:
+            torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+            return
+        for p in parameters:
+            p.grad = None
         self._matrices.share_gradients()
 
     def state_dict(self) -> dict[str, Any]:

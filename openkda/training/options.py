@@ -19,7 +19,8 @@ from openkda.models.presets import named_config
 
 # What may change when a run is continued: nothing that decides which numbers a step computes, except its length.
 CHANGEABLE = frozenset({
-    "steps", "max_seconds", "device", "recompute", "log_every", "val_every", "val_tokens", "checkpoint_every", "keep",
+    "steps", "max_seconds", "device", "recompute", "cuda_graph", "log_every", "val_every", "val_tokens", "checkpoint_every",
+    "keep",
 })  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -66,6 +67,7 @@ class TrainOptions:
     seed: int = 0
     device: str = "auto"  # "auto": cuda if there is one, else cpu
     recompute: bool = False  # layers run again in the backward pass instead of keeping activations: the same bits
+    cuda_graph: bool = True  # on a GPU: forward and backward of a step replayed, where nothing speaks against it
     dtype: str = "auto"  # of the matmuls: "float32", "bfloat16" (autocast); "auto": bfloat16 on cuda, else float32
 
     log_every: int = 10

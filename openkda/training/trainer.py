@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -13,8 +14,9 @@ from torch import Tensor
 from openkda.layers.balance import QuantileBalancer
 from openkda.models.hybrid import HybridLM
 from openkda.models.tokenizer import Tokenizer
-from openkda.training.batches import Batches
+from openkda.training.batches import Batch, Batches
 from openkda.training.evaluate import token_loss
+from openkda.training.graph import GraphedGradients, graph_refusals
 from openkda.training.optim import Optimizer, group_parameters
 from openkda.training.options import TrainOptions
 from openkda.training.progress import StepReport
@@ -22,6 +24,8 @@ from openkda.training.qk_clip import QKClip
 from openkda.training.run_directory import TrainerState, save
 from openkda.training.schedule import rate
 from openkda.training.token_file import TokenFile
+
+log = logging.getLogger("openkda.training")
 
 
 class TrainingDiverged(FloatingPointError):
@@ -51,6 +55,10 @@ class Trainer:
         routed = any(config.is_moe(layer) for layer in range(config.num_hidden_layers))
         self.balancer = QuantileBalancer(model) if routed else None
         self.clip = None if options.qk_clip is None else QKClip(model, options.qk_clip)
+        self.graphed: GraphedGradients | None = None
+        if not graph_refusals(model, options, self.device):
+            self.graphed = GraphedGradients(model, dtype=dtype, parts=options.accumulate, longest=options.seq_len)
+        self._ahead: tuple[int, Batch] | None = None  # a step, and its first micro-batch
         self.step = self.tokens = 0
         self.last_checkpoint: Path | None = None
         self._earlier_seconds = 0.0
@@ -85,7 +93,7 @@ class Trainer:
         self.require_finite("loss", loss, self.step + 1)
         self.require_finite("gradient norm", norm, self.step + 1)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(keep=self.graphed is not None)
         loads = [] if self.balancer is None else self.balancer.step().values()
         logits = [] if self.clip is None else self.clip.step().values()
         self.step += 1
@@ -142,11 +150,35 @@ class Trainer:
         parts = self.options.accumulate
         total = torch.zeros((), device=self.device)
         for index in range(parts):
-            batch = self.batches.micro_batch(self.step, index, parts).to(self.device)
-            loss = token_loss(self.model, batch, dtype=self.dtype) / parts
-            loss.backward()
+            batch = self._micro_batch(index)
+            replayed = self._replayed(batch)
+            if replayed is not None:
+                total += replayed
+                continue
+            loss = token_loss(self.model, batch.to(self.device), dtype=self.dtype) / parts
+            with torch.autograd.set_multithreading_enabled(False):  # a second thread and the first wait for each other
+                loss.backward()
             total += loss.detach()
+        if self.device.type != "cpu":  # while the GPU computes
+            self._ahead = self.step + 1, self.batches.micro_batch(self.step + 1, 0, parts)
         return total
+
+    def _replayed(self, batch: Batch) -> Tensor | None:
+        """The loss of a batch whose gradient came from a CUDA graph; None where it has to be launched."""
+        if self.graphed is None or not self.graphed.takes(batch):
+            return None
+        try:
+            return self.graphed(batch)
+        except RuntimeError as error:  # torch's, for a capture: a wait for the GPU, memory, ...
+            log.warning("training without CUDA graphs: %s", str(error).splitlines()[0] if str(error) else error)
+            self.graphed = None
+            return None
+
+    def _micro_batch(self, index: int) -> Batch:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and index == 0 and ahead[0] == self.step:
+            return ahead[1]
+        return self.batches.micro_batch(self.step, index, self.options.accumulate)
 
     def _report(
         self, loss: float, lr: float, norm: float, expert_load: float | None, max_logit: float | None

@@ -57,6 +57,11 @@ def longest_sequence(cu_seqlens: Tensor) -> int:
     return longest
 
 
+def declare_longest(cu_seqlens: Tensor, longest: int) -> None:
+    """No sequence is longer, whatever its offsets come to be: for those of a CUDA graph, which are asked for in its capture."""
+    _LONGEST[cu_seqlens] = cu_seqlens._version, longest
+
+
 def move_offsets(cu_seqlens: Tensor, device: torch.device) -> Tensor:
     """Offsets of the host on `device`; `longest_sequence` of them is read here, where it waits for nothing."""
     moved = move(cu_seqlens, device)
