@@ -6,8 +6,8 @@
 The model is the preset "100m" with a vocabulary of 32,768 (9 KDA and 3 Gated MLA layers); the text is the Python standard
 library's source as bytes, packed into windows of 8,192 tokens with document borders kept. Both runs go through
 `openkda.training.train` with the same seed: float32 parameters, bfloat16 autocast, Muon and AdamW. "ours" replays forward and
-backward from a CUDA graph; "ours, launched" does not, and the peer cannot, which reads the documents' lengths on the host: there
-the layers' `kda`, `short_convs` and norms are fla's functions, and everything else is the same code.
+backward from a CUDA graph; "ours, launched" does not, and the peer cannot, which reads the documents' lengths on the host:
+there the layers' `kda`, `short_convs` and norms are fla's functions, and everything else is the same code.
 
 Time is that of whole optimizer steps, median after the warm-up. MFU counts 6 FLOPs a matrix parameter and token, causal
 attention inside each document, and 21 K V a head and token for KDA's recurrence, over the data sheet's dense bfloat16 peak.
