@@ -282,6 +282,21 @@ class TestOnTheCard:
         x.do, x.dS = x.do * 2.0**power, x.dS * 2.0**power
         checks.hold(f"do 2^{power}", x, gradients(x, impl=None), checks.reference(x))
 
+    def test_a_last_token_whose_output_nobody_asks_for(self) -> None:
+        """A chunk of one token: all scores' gradients in it are 0, those of the state that leaves it are not."""
+        x = inputs(8, T=65, H=2)
+        x.do[:, 64:], x.dS = 0, 100 * x.dS
+        checks.hold("nothing behind", x, gradients(x, impl=None), checks.reference(x))
+
+    def test_values_of_any_size(self) -> None:
+        """A state of 0 beside them, and chunks without any behind those with huge ones."""
+        x = inputs(9, T=300, H=2, decay="saturated")
+        x.initial_state = None
+        x.v, x.do, x.dS = x.v * 2.0**24, x.do * 2.0**24, torch.zeros_like(x.dS)
+        x.v[:, 128:192] = 0
+        x.do[:, 64:128] = 0
+        checks.hold("huge values", x, gradients(x, impl=None), checks.reference(x))
+
     def test_repeats_to_the_bit(self) -> None:
         x = inputs(4, T=700, H=5)
         a, b = gradients(x, impl=None), gradients(x, impl=None)

@@ -14,11 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from openkda.ops.kda.hopper.gradient_tiles import A16, B16, MM, ROWS, S128, _a16, _place, _wide
-from openkda.ops.kda.hopper.instructions import LOG2E, _ex2
+from openkda.ops.kda.hopper.instructions import ALL_NAN, LOG2E, _ex2
 
 CHAN0 = gl.constexpr(gl.SliceLayout(0, MM.value))
 TOK1 = gl.constexpr(gl.SliceLayout(1, MM.value))
 ROW1 = gl.constexpr(gl.SliceLayout(1, ROWS.value))
+LEAST = gl.constexpr(2.0**-100)
 ROW0 = gl.constexpr(gl.SliceLayout(0, ROWS.value))
 
 
@@ -211,8 +212,9 @@ def pairs_kernel(
     ddu = gl.sum(gl.where(i == k, dA, 0.0), axis=1)
     dM = gl.where(i >= k, dM, 0.0)
     dA = gl.where(i > k, -dA, 0.0)
-    # Below 2, as gradients.py wants it.
-    up, unit = _power_of_two(gl.max(gl.max(gl.maximum(gl.abs(dM), gl.abs(dA)), axis=1), axis=0), 0)
+    # Below 2, as gradients.py wants it, which divides by the unit: what is nothing leaves room for the states' terms.
+    most = gl.max(gl.max(gl.maximum(gl.abs(dM), gl.abs(dA)), axis=1), axis=0)
+    up, unit = _power_of_two(gl.maximum(most, LEAST, propagate_nan=ALL_NAN), 0)
     for part in gl.static_range(NS):
         gl.store(unit_p + (block * NS + part) * 4, unit)
     r2 = r[:, None]

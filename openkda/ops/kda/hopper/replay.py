@@ -112,7 +112,7 @@ def _ready(s, inv, v_c, n):
     v_max = gl.max(gl.abs(_values(v_c)), axis=1)
     size = gl.max(gl.abs(s), axis=1) * inv
     sc, inv_new = row_scale(gl.maximum(size, gl.convert_layout(v_max, ROW_S)))
-    s = s * (sc * inv)[:, None]
+    s = s * inv[:, None] * sc[:, None]  # not by sc * inv: where nothing follows on something, that may be infinite
     return s, gl.convert_layout(s.to(gl.float16), A_T), sc, inv_new, size
 
 

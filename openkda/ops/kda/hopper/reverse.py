@@ -68,7 +68,7 @@ def _ready_back(s, inv, do_c, n, wide):
     x = _values(do_c)
     size = gl.max(gl.abs(s), axis=1) * inv
     sc, inv_new = row_scale(gl.maximum(size, gl.convert_layout(gl.max(gl.abs(x), axis=1) * wide, ROW_S)))
-    s = s * (sc * inv)[:, None]
+    s = s * inv[:, None] * sc[:, None]
     x = (x * gl.convert_layout(sc, ROW_T)[:, None]).to(gl.float16)
     return s, gl.convert_layout(s.to(gl.float16), A_T), x, inv_new, size
 

@@ -143,8 +143,10 @@ def _pairs(
     dA = tl.where(t[:, None] > t[None, :], -dA, 0.0)
     p = d_p + block * 8192 + t[:, None] * 64 + t[None, :]
     if UNITS:
-        # Below 2, as hopper/gradients.py wants it: there a decay the other way may be 2^115.
-        up, down = power_of_two(tl.max(tl.max(tl.maximum(tl.abs(dM), tl.abs(dA)), axis=1), axis=0), 0)
+        # Below 2, as hopper/gradients.py wants it: there a decay the other way may be 2^115. It divides by the unit, so
+        # what is nothing keeps one that leaves room for the states' terms.
+        most = tl.max(tl.max(tl.maximum(tl.abs(dM), tl.abs(dA)), axis=1), axis=0)
+        up, down = power_of_two(tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL), 0)
         dM *= up
         dA *= up
         for part in tl.static_range(0, BK // BS):
