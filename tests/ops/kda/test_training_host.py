@@ -49,14 +49,17 @@ def labelled(card: Card, known: dict[int, str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("block", [stages.ONE_BLOCK, 0], ids=["one block", "stages"])
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
 @pytest.mark.parametrize(
-    "H, HV, lengths, gate, state",
-    [(2, 2, (330,), "bounded", True), (2, 2, (330,), "softplus", False), (2, 4, (30, 0, 300), "bounded", True),
-     (12, 12, (4096,), "bounded", False)],
+    "impl, H, HV, lengths, gate, state",
+    [("hopper", 2, 2, (330,), "bounded", True), ("triton", 2, 2, (330,), "softplus", False),
+     ("hopper", 2, 4, (30, 0, 300), "bounded", True), ("hopper", 2, 2, (30, 0, 300), "softplus", False),
+     ("hopper", 12, 12, (4096,), "bounded", False)],
 )  # fmt: skip
 def test_a_repeated_call_hands_over_what_the_first_did(
-    monkeypatch: pytest.MonkeyPatch, H: int, HV: int, lengths: tuple[int, ...], gate: str, state: bool, block: int
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, impl: str, H: int, HV: int, lengths: tuple[int, ...], gate: str, state: bool,
+    keep: bool, block: int,
+) -> None:  # fmt: skip
     import openkda.ops.kda.hopper as hopper
     import openkda.ops.kda.hopper.backward as hopper_backward
     import openkda.ops.kda.hopper.launch as module
@@ -67,11 +70,11 @@ def test_a_repeated_call_hands_over_what_the_first_did(
     kept: list[Any] = []  # so that no address is used again
     empty, allocator = torch.empty, tapes._allocator
 
-    def keep(make: Any) -> Any:
+    def keeping(make: Any) -> Any:
         return lambda *a, **k: kept.append(make(*a, **k)) or kept[-1]
 
-    monkeypatch.setattr(torch, "empty", keep(empty))
-    monkeypatch.setattr(tapes, "_allocator", lambda device: keep(allocator(device)))
+    monkeypatch.setattr(torch, "empty", keeping(empty))
+    monkeypatch.setattr(tapes, "_allocator", lambda device: keeping(allocator(device)))
     monkeypatch.setattr(stages, "ONE_BLOCK", block)
     monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
     monkeypatch.setattr(portable, "triton_refusals", lambda x: [])
@@ -87,7 +90,7 @@ def test_a_repeated_call_hands_over_what_the_first_did(
             card.launches.clear()
             x = inputs(H, HV, lengths, gate, state)
             options = {"use_qk_l2norm": True, "use_beta_sigmoid": True, "output_final_state": state}
-            out = kda(**x, **options, impl="hopper" if gate == "bounded" else "triton")
+            out = kda(**x, **options, impl=impl, recompute=not keep)
             own = {"A_log": x["gate"].A_log, "dt_bias": x["gate"].dt_bias}
             named = {n: t for n, t in (x | own).items() if isinstance(t, Tensor) and t.requires_grad}
             up = [t for t in out if t is not None]
@@ -102,6 +105,8 @@ def test_a_repeated_call_hands_over_what_the_first_did(
             runs.append(labelled(card, known))
             assert [t.shape for t in found] == [t.shape for t in named.values()]
     assert len(CALLS.replays) == len(BACKWARDS.replays) == 1 and card.direct == 3 * len(runs[0])
+    prepares = sum("prepare" in name for name, *_ in runs[0])
+    assert prepares == (1 if keep else 2)
     CALLS.forget()
     BACKWARDS.forget()
     for i, (first, *others) in enumerate(zip(*runs, strict=True)):

@@ -48,8 +48,6 @@ def refusals(call: KDACall) -> list[str]:
         reasons.append(f"between 1 and 2^31 token-heads, received {B * T * HV}")
     if call.cu_seqlens is None and T <= SHORT:
         reasons.append(f"more than {SHORT} tokens a sequence, received {T}")
-    if call.keeps:
-        reasons.append("recompute other than False (it keeps nothing for the backward)")
     if call.num_sequences > MAX_SEQUENCES and call.cu_seqlens is not None:
         reasons.append(f"at most {MAX_SEQUENCES} sequences in a pack, received {call.num_sequences}")
     return reasons

@@ -136,7 +136,9 @@ def _anew(key: Any, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
     do, ds, and what the forward kept."""
     *nine, o, do, ds = given[:12]
     a, q, v, v_first = _arguments(nine, None, options), given[0], given[2], options[6]
-    kept = keep.parts(a, *given[12:]) if given[12:] else None
+    kept: host.Kept | host.KeptChunks | None = None
+    if given[12:]:
+        kept = host.KeptChunks(*given[12:]) if given[12].dtype == torch.uint8 else keep.parts(a, *given[12:])
 
     def launches() -> Sequence[Any]:
         return host.launches(a, o, do, ds, a.state is not None, kept=kept)

@@ -103,7 +103,7 @@ def launches(
     ds0 = new(sequences, HV, K, V) if want_ds0 else None
     do_steps = (0, 0, 0) if do is None else steps_of(do)
     qkg = (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g))
-    if on_hopper:
+    if on_hopper and do is not None:  # twice, for the type checker
         from openkda.ops.kda.hopper.walks import operands_of
         from openkda.ops.kda.hopper.walks import walk as walk_on_hopper
 

@@ -7,14 +7,12 @@ bytes of one of their 16-bit tensors, where a call otherwise keeps nothing but i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from openkda.ops.kda.triton.backward import SAVE, TL, Walk, prepare, walk_of
+from openkda.ops.kda.triton.backward import SAVE, TL, Kept, Walk, prepare, walk_of
 from openkda.ops.kda.triton.launch import CHUNK, Args, aligned, new_states, state_strides
 from openkda.ops.kda.triton.replay import replay
 from openkda.ops.triton.api import launch, steps_of
@@ -46,23 +44,6 @@ def keep_kernel(
         c = tl.arange(0, BK)
         p_s1 = s1_p + n * s1n + h * s1h + x[:, None] * s1v + c[None, :] * s1k
         tl.store(p_s1, (S * rows[:, None]).to(s1_p.dtype.element_ty), (x < V)[:, None] & (c < K)[None, :])
-
-
-class Kept(NamedTuple):
-    """Parts of the two tensors that a call keeps."""
-
-    kd: Tensor
-    qd: Tensor
-    ke: Tensor
-    y: Tensor
-    s: Tensor
-    u: Tensor
-    tm: Tensor
-    decay: Tensor
-    token: Tensor
-    unit: Tensor
-    u_unit: Tensor
-    s_unit: Tensor
 
 
 def _lengths(a: Args, w: Walk) -> tuple[tuple[int, ...], tuple[int, ...]]:
