@@ -98,6 +98,20 @@ def check_strong_decay(device: str, dtype: torch.dtype, T: int = 129, K: int = 1
     backward_checks.hold("strong decay", x, got, want)
 
 
+def check_options(device: str, dtype: torch.dtype, impl: str | None) -> None:
+    """Numbers that most calls leave as they are: the scale, the bound, rates of their own for every head; forward and backward."""
+    x = published(33, device, dtype, T=150)
+    A_log = torch.tensor([-1.0, 0.0, 0.5, 1.5], device=device)
+    assert x.gate is not None and x.gate.dt_bias is not None
+    for bound, scale in ((-2.5, 0.3), (-0.5, 2.0)):
+        x.gate = BoundedGate(bound, A_log, x.gate.dt_bias)
+        x.options["scale"] = scale
+        got, want = gradients(x, impl=impl), backward_checks.reference(x)
+        check_close(f"output, {bound}", got["o"], want["o"], LIMITS[dtype][0])
+        check_close(f"state, {bound}", got["S"], want["S"], LIMITS[dtype][1])
+        backward_checks.hold(f"bound {bound}, scale {scale}", x, got, want)
+
+
 def check_saturated_bound(device: str, dtype: torch.dtype, impl: str | None, lengths: Any = (16, 17, 64, 200)) -> None:
     """The bound itself on every token, and on every other one between tokens that forget nothing."""
     for T in lengths:
@@ -226,25 +240,29 @@ def check_dirty_memory_of_training(device: str, dtype: torch.dtype, gate: str) -
 
 
 def check_pools(device: str, dtype: torch.dtype) -> None:
-    """Pools in bfloat16 and V-first, in place, in prefill and step: the values of float32 states, rounded where they lie."""
-    x = make_inputs(30, B=3, T=40, H=2, K=16, V=24).to(dtype=dtype, device=device)
+    """Pools in bfloat16 and V-first, in place, in prefill (of a batch and of a pack) and step: the values of float32 states,
+    rounded where they lie."""
     slots = torch.tensor([4, -1, 1], device=device)
+    rest = [0, 2, 3, 5]
     start = torch.randn(6, 2, 24, 16, generator=torch.Generator().manual_seed(0)).to(device, BF16)
     options: dict[str, Any] = {"state_indices": slots, "state_v_first": True}
-    narrow, wide = start.clone(), start.double()
-    got = run(x, initial_state=narrow, state_dtype=BF16, **options)
-    want = reference(x, initial_state=wide, **options)
-    check_close("output", got.output, want.output, LIMITS[dtype][0])
-    check_close("pool", narrow[[4, 1]], wide[[4, 1]], 4e-3)
-    assert torch.equal(narrow[[0, 2, 3, 5]], start[[0, 2, 3, 5]])
-    rows, wide_rows = ([getattr(y, n)[:, 7] for n in TOKENS] for y in (x, x.to(dtype=torch.float64)))
+    for sizes in ({"B": 3, "T": 40}, {"lengths": (21, 0, 5)}):
+        x = make_inputs(30, H=2, K=16, V=24, **sizes).to(dtype=dtype, device=device)  # type: ignore[arg-type]
+        narrow, wide = start.clone(), start.double()
+        got = run(x, initial_state=narrow, state_dtype=BF16, **options)
+        want = reference(x, initial_state=wide, **options)
+        check_close("output", got.output, want.output, LIMITS[dtype][0])
+        check_close("pool", narrow[[4, 1]], wide[[4, 1]], 4e-3)
+        assert torch.equal(narrow[rest], start[rest])
+    x = make_inputs(30, B=3, T=1, H=2, K=16, V=24).to(dtype=dtype, device=device)
+    y = x.to(dtype=torch.float64)
     narrow, wide = start.clone(), start.double()
     with torch.no_grad():
-        o, _ = kda_step(*rows, narrow, gate=x.gate, impl="triton", **options)
-        w, _ = kda_step(*wide_rows, wide, gate=x.to(dtype=torch.float64).gate, impl="reference", **options)
+        o, _ = kda_step(*(getattr(x, n)[:, 0] for n in TOKENS), narrow, gate=x.gate, impl="triton", **options)
+        w, _ = kda_step(*(getattr(y, n)[:, 0] for n in TOKENS), wide, gate=y.gate, impl="reference", **options)
     check_close("step", o, w, LIMITS[dtype][0])
     check_close("pool after a step", narrow[[4, 1]], wide[[4, 1]], 4e-3)
-    assert not o[1].any() and torch.equal(narrow[[0, 2, 3, 5]], start[[0, 2, 3, 5]])
+    assert not o[1].any() and torch.equal(narrow[rest], start[rest])
 
 
 def check_many_tokens(device: str, dtype: torch.dtype, lengths: tuple[int, ...] = (2, 17, 64)) -> None:

@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("impl", ["triton", None])
 @pytest.mark.parametrize(
-    "check", [checks.check_lengths, checks.check_saturated_bound, checks.check_surroundings], ids=lambda f: f.__name__
+    "check",
+    [checks.check_lengths, checks.check_saturated_bound, checks.check_surroundings, checks.check_options],
+    ids=lambda f: f.__name__,
 )
 def test_forward(check: Any, impl: str | None) -> None:
     check("cuda", BF16, impl)
