@@ -99,7 +99,7 @@ def check_strong_decay(device: str, dtype: torch.dtype, T: int = 129, K: int = 1
 
 
 def check_options(device: str, dtype: torch.dtype, impl: str | None) -> None:
-    """Numbers that most calls leave as they are: the scale, the bound, rates of their own for every head; forward and backward."""
+    """Numbers that most calls leave as they are: scale, bound, rates of their own for every head; forward and backward."""
     x = published(33, device, dtype, T=150)
     A_log = torch.tensor([-1.0, 0.0, 0.5, 1.5], device=device)
     assert x.gate is not None and x.gate.dt_bias is not None
