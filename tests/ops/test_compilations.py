@@ -122,8 +122,9 @@ def hopper(card: Card, monkeypatch: pytest.MonkeyPatch) -> Card:
 
 @pytest.mark.parametrize("heads", [(80, 80), (48, 48), (12, 12), (4, 8), (2, 2)], ids=str)
 @pytest.mark.parametrize("states", [True, False])
-def test_forward_on_hopper(hopper: Card, heads: tuple[int, int], states: bool) -> None:
-    call = forward(*heads, 128, 128, impl="hopper", states=states)
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_forward_on_hopper(hopper: Card, heads: tuple[int, int], states: bool, gate: str) -> None:
+    call = forward(*heads, 128, 128, impl="hopper", states=states, gate=gate)
     dense = (*(s for s in DENSE if s[1] > 16), (1, 4096), (1, 2000), (4, 1024))
     assert not later(hopper, call, dense[0], dense[1:])
     assert not later(hopper, lambda lengths: call(lengths, True), PACKS[0], (*PACKS[1:], (64,) * 100, (2000, 30)))
