@@ -1,4 +1,13 @@
-"""Host side of the backward's last two stages on Hopper: when they can run, and their launches."""
+"""Host side of the backward's last two stages on Hopper: when they can run, and their launches.
+
+What runs there, and what falls back to the portable kernels (`openkda/ops/kda/triton`), stage by stage. Every stage asks for a
+Hopper card, Gluon of the release that it is written for, 16-bit q, k and g, l2norm inside, and operands of 16 bits:
+
+    walks      also: bfloat16 throughout, K = V = 128, beta's sigmoid inside, states [.., K, V], a gradient of the output, a
+               scale of 1/64 to 16, at most 1024 members of a pack, no states at positions (their members form chains)
+    products   also: a gradient of the output, V = 128, rows that 16-byte copies can walk
+    gradients  nothing more: any gate, K up to what a block holds, grouped heads, packs, any V
+"""
 
 from __future__ import annotations
 
@@ -62,9 +71,10 @@ _products: tuple[Limited, Limited] | None = None
 
 def launch_products(
     a: Args, slots: int, tiles: int, o: Tensor, do: Tensor, u: Tensor, dd: Tensor, s: Tensor, ds: Tensor, u_unit: Tensor,
-    dd_unit: Tensor, s_unit: Tensor, ds_unit: Tensor, dv: Tensor, d: Tensor, wide: Tensor, both: Tensor, unit: Tensor,
+    dd_unit: Tensor, s_unit: Tensor, ds_unit: Tensor, dv: Tensor, d: Tensor, wide: Tensor | None, both: Tensor, unit: Tensor,
     dbeta: Tensor, rows: Tensor,
 ) -> None:  # fmt: skip
+    """wide: None where `launch_gradients` computes what the states say."""
     global _products
     if _products is None:
         from openkda.ops.kda.hopper.products import pairs_kernel, states_kernel
@@ -72,11 +82,12 @@ def launch_products(
         _products = Limited(states_kernel, REGISTERS), Limited(pairs_kernel, REGISTERS)
     B, T, _, HV, K, _ = a.sizes
     BK, N, packed = max(64, padded(K)), a.num_sequences, a.cu is not None
-    launch(
-        _products[0], BK // 64 * slots * HV,
-        (a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, wide, both, unit),
-        steps_of(do), (T, N, slots, tiles, a.scale), (HV, BK, packed), 4, d.device,
-    )  # fmt: skip
+    if wide is not None:
+        launch(
+            _products[0], BK // 64 * slots * HV,
+            (a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, wide, both, unit),
+            steps_of(do), (T, N, slots, tiles, a.scale), (HV, BK, packed), 4, d.device,
+        )  # fmt: skip
     launch(
         _products[1], slots * HV,
         (a.v, a.beta, a.cu, o, do, u, dd, u_unit, dd_unit, dv, d, unit, dbeta, rows),
@@ -86,10 +97,11 @@ def launch_products(
 
 
 def launch_gradients(
-    a: Args, slots: int, tiles: int, d: Tensor, wide: Tensor, both: Tensor, unit: Tensor, token: Tensor, rows: Tensor,
-    dq: Tensor, dk: Tensor, dz: Tensor, d_bias: Tensor | None, d_A: Tensor | None,
+    a: Args, slots: int, tiles: int, d: Tensor, wide: Tensor | None, both: Tensor, unit: Tensor, token: Tensor, rows: Tensor,
+    dq: Tensor, dk: Tensor, dz: Tensor, d_bias: Tensor | None, d_A: Tensor | None, states: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
-    """slots and tiles: how many chunks of 64 and of 16 tokens a head has room for."""
+    """slots and tiles: how many chunks of 64 and of 16 tokens a head has room for. states: in place of wide and both, do, u,
+    dd, s, ds and the four tensors of their units."""
     global _kernel
     if _kernel is None:  # Gluon is imported by those who use it
         from openkda.ops.kda.hopper.gradients import gradients_kernel
@@ -99,7 +111,9 @@ def launch_gradients(
     BK = max(64, padded(K))
     launch(
         _kernel, BK // 64 * slots * HV,
-        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, unit, token, rows, dq, dk, dz, d_bias, d_A),
-        (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g)), (B, T, a.num_sequences, slots, tiles, a.bound),
-        (HV, HV // H, K, BK, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None), 4, d.device,
+        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, unit, token, rows, dq, dk, dz, d_bias, d_A,
+         *(states or (None,) * 9)),
+        (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g), *(steps_of(states[0]) if states else (0, 0, 0))),
+        (B, T, a.num_sequences, slots, tiles, a.bound, a.scale),
+        (HV, HV // H, K, BK, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None, bool(states)), 4, d.device,
     )  # fmt: skip
