@@ -20,6 +20,7 @@ from openkda.models.hybrid import HybridLM
 from openkda.ops.packing.api import declare_longest
 from openkda.training.batches import Batch
 from openkda.training.evaluate import token_loss
+from openkda.training.optim import Optimizer
 from openkda.training.options import TrainOptions
 
 log = logging.getLogger("openkda.training")
@@ -117,6 +118,33 @@ class GraphedGradients:
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         return loss.detach()
+
+
+class GraphedUpdate:
+    """The optimizer's step, and gradients of zero behind it, as one CUDA graph from the fourth call on: the first makes the
+    parameters' states. The gradients have to lie where they lay."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if self._graph is None and self._calls < WARM_UP:
+            self._run()
+            return
+        if self._graph is None:
+            self.optimizer.make_capturable()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._run()
+            self._graph = graph
+        self._graph.replay()
+
+    def _run(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(keep=True)
 
 
 def _size(batch: Batch) -> tuple[int, int]:

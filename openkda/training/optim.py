@@ -76,11 +76,16 @@ class Muon(torch.optim.Muon):
                 continue
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            lr = group["lr"]  # a tensor where a CUDA graph reads it
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
             for members in _batches(parameters):
                 found = orthogonalize([updates[i] for i in members], group["ns_coefficients"], group["ns_steps"])
-                rate = group["lr"] * 0.2 * max(found[0].shape) ** 0.5
-                torch._foreach_add_([parameters[i] for i in members], list(found), alpha=-rate)
+                scale = 0.2 * max(found[0].shape) ** 0.5
+                if isinstance(lr, Tensor):
+                    torch._foreach_mul_(list(found), -scale * lr)
+                    torch._foreach_add_([parameters[i] for i in members], list(found))
+                else:
+                    torch._foreach_add_([parameters[i] for i in members], list(found), alpha=-(lr * scale))
         return loss
 
 
@@ -172,9 +177,20 @@ class Optimizer:
             self._parts["adamw"] = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=on_gpu or None)
 
     def set_rate(self, lr: float) -> None:
-        for part in self._parts.values():
-            for group in part.param_groups:
+        for group in self._param_groups():
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
                 group["lr"] = lr
+
+    def make_capturable(self) -> None:
+        """From now on `step` reads its rate on the GPU, as one that is replayed from a CUDA graph has to."""
+        for group in self._param_groups():
+            group["lr"] = torch.as_tensor(float(group["lr"]), device=group["params"][0].device)
+            group["capturable"] = True
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self._parts.values() for group in part.param_groups]
 
     def step(self) -> None:
         self._matrices.share_gradients()
@@ -193,7 +209,13 @@ class Optimizer:
         self._matrices.share_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        """For any device: the rate as a number, and nothing about graphs."""
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        for part in state.values():
+            part["param_groups"] = [
+                {**group, "lr": float(group["lr"]), "capturable": False} for group in part["param_groups"]
+            ]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != set(self._parts):

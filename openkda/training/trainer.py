@@ -16,7 +16,7 @@ from openkda.models.hybrid import HybridLM
 from openkda.models.tokenizer import Tokenizer
 from openkda.training.batches import Batch, Batches
 from openkda.training.evaluate import token_loss
-from openkda.training.graph import GraphedGradients, graph_refusals
+from openkda.training.graph import GraphedGradients, GraphedUpdate, graph_refusals
 from openkda.training.optim import Optimizer, group_parameters
 from openkda.training.options import TrainOptions
 from openkda.training.progress import StepReport
@@ -56,8 +56,10 @@ class Trainer:
         self.balancer = QuantileBalancer(model) if routed else None
         self.clip = None if options.qk_clip is None else QKClip(model, options.qk_clip)
         self.graphed: GraphedGradients | None = None
+        self.graphed_update: GraphedUpdate | None = None
         if not graph_refusals(model, options, self.device):
             self.graphed = GraphedGradients(model, dtype=dtype, parts=options.accumulate, longest=options.seq_len)
+            self.graphed_update = GraphedUpdate(self.optimizer)
         self._ahead: tuple[int, Batch] | None = None  # a step, and its first micro-batch
         self.step = self.tokens = 0
         self.last_checkpoint: Path | None = None
@@ -92,8 +94,7 @@ class Trainer:
         loss, norm = torch.stack([total, clipped]).tolist()  # the one place where a step waits for the GPU
         self.require_finite("loss", loss, self.step + 1)
         self.require_finite("gradient norm", norm, self.step + 1)
-        self.optimizer.step()
-        self.optimizer.zero_grad(keep=self.graphed is not None)
+        self._update()
         loads = [] if self.balancer is None else self.balancer.step().values()
         logits = [] if self.clip is None else self.clip.step().values()
         self.step += 1
@@ -163,6 +164,16 @@ class Trainer:
             self._ahead = self.step + 1, self.batches.micro_batch(self.step + 1, 0, parts)
         return total
 
+    def _update(self) -> None:
+        """The optimizer's step; afterwards there are no gradients, or zeros where a graph adds to them."""
+        if self.graphed_update is not None:
+            try:
+                return self.graphed_update()
+            except RuntimeError as error:
+                self._launch_from_now_on(error)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def _replayed(self, batch: Batch) -> Tensor | None:
         """The loss of a batch whose gradient came from a CUDA graph; None where it has to be launched."""
         if self.graphed is None or not self.graphed.takes(batch):
@@ -170,9 +181,12 @@ class Trainer:
         try:
             return self.graphed(batch)
         except RuntimeError as error:  # torch's, for a capture: a wait for the GPU, memory, ...
-            log.warning("training without CUDA graphs: %s", str(error).splitlines()[0] if str(error) else error)
-            self.graphed = None
+            self._launch_from_now_on(error)
             return None
+
+    def _launch_from_now_on(self, error: RuntimeError) -> None:
+        log.warning("training without CUDA graphs: %s", str(error).splitlines()[0] if str(error) else error)
+        self.graphed = self.graphed_update = None
 
     def _micro_batch(self, index: int) -> Batch:
         ahead, self._ahead = self._ahead, None
