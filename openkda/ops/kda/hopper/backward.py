@@ -1,12 +1,13 @@
 """Host side of the backward's last two stages on Hopper: when they can run, and their launches.
 
 What runs there, and what falls back to the portable kernels (`openkda/ops/kda/triton`), stage by stage. Every stage asks for a
-Hopper card, Gluon of the release that it is written for, 16-bit q, k and g, l2norm inside, and operands of 16 bits:
+Hopper card, Gluon of the release that it is written for, l2norm inside, q, k and g of 16 bits in rows that 16-byte copies can
+walk, and operands of 16 bits (`triton_exact` has others).
 
     walks      also: bfloat16 throughout, K = V = 128, beta's sigmoid inside, states [.., K, V], a gradient of the output, a
                scale of 1/64 to 16, at most 1024 members of a pack, no states at positions (their members form chains)
-    products   also: a gradient of the output, V = 128, rows that 16-byte copies can walk
-    gradients  nothing more: any gate, K up to what a block holds, grouped heads, packs, any V
+    products   also: a gradient of the output, V = 128, v and that gradient in such rows
+    gradients  nothing more: any gate, any K and V, grouped heads, packs
 """
 
 from __future__ import annotations
