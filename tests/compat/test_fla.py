@@ -115,6 +115,19 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert torch.equal(got, want)
 
 
+def test_what_is_kept_for_the_backward_follows_disable_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openkda.compat.fla.ops as ops
+
+    seen: list[bool | None] = []
+    op = ops.kda
+    monkeypatch.setattr(
+        ops, "kda", lambda *a, recompute, **k: seen.append(recompute) or op(*a, recompute=recompute, **k)
+    )
+    for flag in (True, False):
+        fla.chunk_kda(*tokens(inputs(B=1)), disable_recompute=flag)
+    assert seen == [False, None]
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [

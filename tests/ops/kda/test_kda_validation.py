@@ -43,6 +43,7 @@ CASES = [
     ("beta shape", good(beta=Z(2, 5, 4, 1)), ValueError, r"beta.shape: expected .*received \[2, 5, 4, 1\]"),
     ("not a tensor", good(v=[1.0]), TypeError, r"v: expected a torch.Tensor, received list"),
     ("no channels", good(q=Z(2, 5, 2, 0), k=Z(2, 5, 2, 0)), ValueError, r"at least one .*K=0"),
+    ("recompute", good(recompute="no"), TypeError, r"recompute: expected None, True or False, received 'no'"),
     ("scale", good(scale=float("inf")), ValueError, r"scale: expected a finite number, received inf"),
     (
         "gate type",
