@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton import knobs
 from triton.runtime import driver
 
@@ -37,13 +39,31 @@ class Memory(Protocol):
     def data_ptr(self) -> int: ...
 
 
+class Noted:
+    """Where an argument lay, and in whose memory, which it does not hold: what others drop a recorded call drops too, and an
+    address may be another tensor's later. (Held, the workspace of a recorded backward was 20 n where others need 15.)"""
+
+    __slots__ = ("_address", "_storage")
+
+    def __init__(self, memory: Memory) -> None:
+        self._address = memory.data_ptr()
+        self._storage = StorageWeakRef(memory.untyped_storage()) if isinstance(memory, Tensor) else None
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def may_be(self, storage: StorageWeakRef) -> bool:
+        """Whether it was in that storage; of a mere place nobody knows."""
+        return self._storage is None or self._storage == storage
+
+
 class Launch(NamedTuple):
     """ready over grid: TMA descriptors first, then the memory that pointers name, then everything else."""
 
     ready: Any
     grid: tuple[int, int, int]
     descriptors: tuple[Any, ...]
-    memory: tuple[Memory | None, ...]
+    memory: tuple[Noted | None, ...]
     rest: tuple[Any, ...]
 
 
@@ -103,7 +123,12 @@ def note(
 ) -> None:
     """Lists a launch for whoever records this thread's."""
     if _recording.launches is not None and ready is not None:
-        _recording.launches.append(Launch(ready, grid, descriptors, memory, rest))
+        matrices = [
+            SimpleNamespace(base=Noted(d.base), shape=d.shape, strides=d.strides, padding=d.padding)
+            for d in descriptors
+        ]
+        pointers = [None if m is None else Noted(m) for m in memory]
+        _recording.launches.append(Launch(ready, grid, tuple(matrices), tuple(pointers), rest))
 
 
 def _hooks() -> tuple[Any, Any]:
@@ -188,7 +213,7 @@ def record(
     for one in launches:
         places = []
         for t in (*(d.base for d in one.descriptors), *one.memory):
-            found = _find(t, addresses, made)
+            found = _find(t, addresses, memory, len(memory) - len(made))
             if found is None:
                 return made, None
             places.append(found if isinstance(found, int) else len(memory) + inner.setdefault(found, len(inner)))
@@ -199,17 +224,18 @@ def record(
     return made, Tape(Parameters(kernels, library), made, list(inner), device)
 
 
-def _find(t: Memory | None, addresses: list[int], made: Sequence[Tensor]) -> int | tuple[int, int] | None:
-    """Place of a kernel's argument in the list of addresses, -1 for None; (place, offset) inside what the call made."""
+def _find(t: Noted | None, addresses: list[int], memory: Sequence[Tensor], inputs: int) -> int | tuple[int, int] | None:
+    """Place of a kernel's argument in the list of addresses, -1 for None; (place, offset) inside what the call made, which is
+    `memory` behind the inputs."""
     if t is None:
         return -1
     a = t.data_ptr()
-    if a in addresses:
-        return addresses.index(a)
-    for i, m in enumerate(made, len(addresses) - len(made)):
-        offset = a - m.data_ptr()
-        if 0 < offset < m.numel() * m.element_size():
-            return i, offset
+    for i, m in enumerate(memory):
+        offset = a - addresses[i]
+        if i < inputs and not offset:
+            return i
+        if i >= inputs and 0 <= offset < max(m.numel() * m.element_size(), 1):
+            return (i, offset) if offset else i if t.may_be(StorageWeakRef(m.untyped_storage())) else None
     return None
 
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from openkda.ops.triton import launch as single
-from openkda.ops.triton.launch import Launch, recorded
+from openkda.ops.triton.launch import Launch, Noted, recorded
 from openkda.ops.triton.parameters import Parameters
 
 ONE_BLOCK = 32 << 20
@@ -31,6 +32,7 @@ class _Made(NamedTuple):
     address: int
     size: int
     like: tuple[Any, ...]
+    storage: StorageWeakRef
 
 
 class _Making(threading.local):
@@ -45,8 +47,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """torch.empty, which a recording hears of."""
     t = torch.empty(shape, dtype=dtype, device=device)
     if _making.made is not None and _making.launches is not None:
-        like = (tuple(t.shape), t.stride(), dtype)
-        _making.made.append((len(_making.launches), _Made(t.data_ptr(), t.numel() * t.element_size(), like)))
+        like, storage = (tuple(t.shape), t.stride(), dtype), StorageWeakRef(t.untyped_storage())
+        _making.made.append((len(_making.launches), _Made(t.data_ptr(), t.numel() * t.element_size(), like, storage)))
     return t
 
 
@@ -134,7 +136,7 @@ def _stages_of(
     for n, one in enumerate(launches):
         row: list[Place | None] = []
         for t in (*(d.base for d in one.descriptors), *one.memory):
-            place = None if t is None else _place(t.data_ptr(), own, made, n)
+            place = None if t is None else _place(t, own, made, n)
             if t is not None and place is None:
                 return None
             row.append(place)
@@ -143,7 +145,7 @@ def _stages_of(
         used.append(row)
     given: list[int] = []
     for t in results:
-        found = (-1, 0) if t is None else _place(t.data_ptr(), [], made, len(launches))
+        found = (-1, 0) if t is None else _place(Noted(t), [], made, len(launches))
         if found is None or (t is not None and (found[1] != 0 or _like(t) != made[found[0]][1].like)):
             return None
         given.append(found[0])
@@ -165,8 +167,9 @@ def _extent(t: Tensor) -> int:
     )
 
 
-def _place(address: int, own: list[tuple[int, int]], made: list[tuple[int, _Made]], launch: int) -> Place | None:
-    """Of an argument of that launch. Memory may have been freed and made anew, so the latest counts."""
+def _place(t: Noted, own: list[tuple[int, int]], made: list[tuple[int, _Made]], launch: int) -> Place | None:
+    """Of an argument of that launch. Memory may have been freed and made anew: the latest counts, if nobody else made it."""
+    address = t.data_ptr()
     for i, (begin, _) in enumerate(own):
         if address == begin:
             return -1 - i, 0
@@ -176,7 +179,7 @@ def _place(address: int, own: list[tuple[int, int]], made: list[tuple[int, _Made
     for i in reversed(range(len(made))):
         before, m = made[i]
         if before <= launch and m.address <= address < m.address + max(m.size, 1):
-            return i, address - m.address
+            return (i, address - m.address) if t.may_be(m.storage) else None
     return None
 
 
