@@ -84,7 +84,7 @@ def gate_stub(bars, places, chains, HV, T):
     phase = 0
     i = 0
     while length >= 0:
-        entry = chain(0, ticket, chains, HV, T, gl.constexpr(False), gl.constexpr(16))
+        entry = chain(0, ticket, chains, HV, T, gl.constexpr(False))
         announce(entry, places, turn)
         turn += 1
         ticket += gl.num_programs(0)
@@ -139,35 +139,19 @@ def state_stub(bars, places):
 
 @gluon.jit
 def gates(
-    descs,
-    beta_ptr,
-    a_log_ptr,
-    dt_ptr,
-    k_ptr,
-    stages,
-    dec_s,
-    hand,
-    own,
-    bars,
-    places,
-    T,
-    HV,
-    scale,
-    bound,
-    REAL: gl.constexpr,
-):
+    descs, beta_ptr, a_log_ptr, dt_ptr, stages, dec_s, hand, own, bars, places, T, HV, scale, bound, REAL: gl.constexpr
+):  # fmt: skip
     if REAL:
-        rows = (k_ptr, k_ptr, k_ptr, k_ptr, HV * 128, HV * 128, HV * 128, HV * 128)
         gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, own[0], own[1], bars, places, HV,
-                       T, 1, HV, scale, bound, rows, gl.constexpr(False), gl.constexpr(16), APART)  # fmt: skip
+                       T, 1, HV, scale, bound, gl.constexpr(False), APART)  # fmt: skip
     else:
         gate_stub(bars, places, HV, HV, T)
 
 
 @gluon.jit
-def scores(stages, hand, dec_s, bars, places, REAL: gl.constexpr):
+def scores(stages, hand, others, bars, places, k_ptr, HV, REAL: gl.constexpr):
     if REAL:
-        score_partition(stages, hand, dec_s, bars, places, APART)
+        score_partition(stages, hand, others, bars, places, k_ptr, HV * 128, 1, APART)
     else:
         score_stub(bars, places)
 
@@ -208,8 +192,8 @@ def role_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (scores, (stages, hand, others[0], bars[1], places, WITH_SCORES)),
-            (gates, (descs, beta_ptr, a_log_ptr, dt_ptr, k_ptr, stages, others[0], hand, own, bars[0], places, T,
+            (scores, (stages, hand, others, bars[1], places, k_ptr, HV, WITH_SCORES)),
+            (gates, (descs, beta_ptr, a_log_ptr, dt_ptr, stages, others[0], hand, own, bars[0], places, T,
                      HV, scale, bound, WITH_GATES)),
             (states, (v_desc, o_desc, o_ptr, st_ptr, values[0], stages, others, sends, bars[2], places, HV, gl.constexpr(0),
                       WITH_STATES)),

@@ -338,6 +338,7 @@ def _extreme(f: Any) -> Any:
 def _complete() -> None:
     """Operators that the other kernels' values do without."""
     Value.__index__ = Value.__int__ = lambda self: int(self.v)  # type: ignore[attr-defined]
+    Value.type = SimpleNamespace(layout=None)  # type: ignore[attr-defined]
     Pointer.to = lambda self, dtype: Value(self.reach(None)[1])  # type: ignore[attr-defined]
     for name, f in (("xor", torch.bitwise_xor), ("or", torch.bitwise_or)):
         setattr(Value, f"__{name}__", lambda self, other, f=f: Value(f(self.v, _tensor(other))))
@@ -352,7 +353,7 @@ _language = SimpleNamespace(
         "atomic_add": _atomic_add, "minimum": _extreme(torch.minimum), "maximum": _extreme(torch.maximum),
         "exp2": lambda x: Value(torch.exp2(_tensor(x))),
         "arange": lambda a, b, layout=None: Value(torch.arange(int(a), int(b), dtype=torch.int32)),
-        "join": lambda a, b: Value(torch.stack([a.v, b.v], -1)),
+        "join": lambda a, b: Value(torch.stack([a.v, b.v], -1)), "split": lambda x: tuple(map(Value, x.v.unbind(-1))),
         "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.v, b.v))),
         "associative_scan": lambda x, axis, f: Value(x.v.cumsum(axis).to(x.dtype)),
     }

@@ -276,8 +276,8 @@ def _signature() -> dict[str, str]:
     named |= {"o_ptr": "*bf16", "beta_ptr": "*bf16", "cu_ptr": "*i32", "ranks_ptr": "*i32"}
     floats = ("a_log_ptr", "dt_ptr", "s0_ptr", "st_ptr", "dec_ptr", "local_ptr", "transition_ptr")
     named |= {n: "*fp32" for n in (*floats, "m_ptr", "l_ptr", "init_ptr")}
-    named |= {n: "*bf16" for n in ("q_ptr", "k_ptr", "g_ptr", "v_ptr")}
-    sizes = ("q_row", "g_row", "v_row", "T", "rows", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
+    named["k_ptr"] = "*bf16"
+    sizes = ("T", "rows", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
     return named | {n: "i32" for n in sizes} | {"scale": "fp32", "bound": "fp32"}
 
 

@@ -17,6 +17,7 @@ from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
 if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
 from openkda.ops.kda.hopper import (
+    apart,
     chains,
     factors,
     forward,
@@ -31,7 +32,7 @@ from openkda.ops.kda.hopper import (
 from openkda.testing.compare import check_close
 from openkda.testing.inputs import KDAInputs, make_inputs
 
-MODULES = (instructions, factors, chains, state, prepare, scan, fused_factors, fused_state, forward)
+MODULES = (instructions, factors, apart, chains, state, prepare, scan, fused_factors, fused_state, forward)
 HEADS = {"H": 1, "K": 128, "gate": "bounded", "use_qk_l2norm": True, "use_beta_sigmoid": True, "unit_keys": False}
 CASES: dict[str, dict[str, Any]] = {
     "partial": {"T": 150, "decay": "random"},
@@ -46,7 +47,7 @@ def inputs(name: str) -> KDAInputs:
     return make_inputs(5, **HEADS | CASES[name]).to(dtype=torch.bfloat16)
 
 
-def on_the_cpu(x: KDAInputs, schedule: str, apart: bool, without: str = "") -> tuple[Tensor, Tensor]:
+def on_the_cpu(x: KDAInputs, schedule: str, parts: bool, without: str = "") -> tuple[Tensor, Tensor]:
     kernels = on_cpu.load(*MODULES, without=without)
     assert isinstance(x.gate, BoundedGate)
     (B, T, H, _), HV, cu = x.q.shape, x.v.shape[2], x.options.get("cu_seqlens")
@@ -61,22 +62,21 @@ def on_the_cpu(x: KDAInputs, schedule: str, apart: bool, without: str = "") -> t
     if schedule == "fused":
         if cu is not None:
             on_cpu.run(kernels["kda_ranks_kernel"], 1, [ranks, cu.int(), n, 16])
-        strides = (H * 128, H * 128, HV * 128, HV * 128)
         on_cpu.run(kernels["kda_forward_kernel"], 1, [
-            rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks, q, k, g, v,
-            HV, HV // H, *strides, T, n * HV, *tail, 1, True, cu is not None, apart,
+            rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks, k,
+            HV, HV // H, H * 128, T, n * HV, *tail, 1, True, cu is not None, parts,
         ])  # fmt: skip
         return o, st
     slots = launch.slots(T, n, cu is not None) * HV
     wide, quarters = torch.zeros(slots * 192, 128).half(), torch.zeros(slots * 192, 32).half()
     prepared = on_cpu.Matrix(wide, (64, 128)), on_cpu.Matrix(quarters, (32, 32))
-    decay, bounds = torch.zeros(slots, 256 if apart else 128), ranks if cu is None else cu.int()
+    decay, bounds = torch.zeros(slots, 256 if parts else 128), ranks if cu is None else cu.int()
     on_cpu.run(kernels["kda_prepare_kernel"], slots, [
         rows(q, 128), rows(k, 128), rows(g, 128), *prepared, decay, ranks, beta, *rates, bounds, k, HV, HV // H, H * 128, T, n,
-        *tail, cu is not None, 16, cu is None, apart,
+        *tail, cu is not None, 16, cu is None, parts,
     ])  # fmt: skip
     on_cpu.run(kernels["kda_scan_kernel"], n * HV, [
-        *prepared, rows(v, 64), rows(o, 64), decay, ranks, o, s0, st, HV, T, T, 1, True, cu is not None, False, apart,
+        *prepared, rows(v, 64), rows(o, 64), decay, ranks, o, s0, st, HV, T, T, 1, True, cu is not None, False, parts,
     ])  # fmt: skip
     return o, st
 
@@ -86,7 +86,7 @@ def test_against_the_loop(name: str) -> None:
     x = inputs(name)
     wide = x.to(dtype=torch.float64)
     want = kda(wide.q, wide.k, wide.v, wide.g, wide.beta, **wide.kwargs(), impl="reference")
-    found = [on_the_cpu(x, schedule, apart=True) for schedule in ("fused", "two_pass")]
+    found = [on_the_cpu(x, schedule, True) for schedule in ("fused", "two_pass")]
     for o, S in found:
         check_close("output", o, want.output, 3e-3)
         check_close("state", S, want.final_state, 1e-3)

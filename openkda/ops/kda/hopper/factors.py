@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from openkda.ops.kda.hopper.instructions import _ex2, _ex2_neg, _rcp
 
 W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
+FAR_BELOW = gl.constexpr(-158)  # -3e38 in bfloat16's bits
 WR = gl.constexpr(16)  # narrower where the 64 score accumulators are live
 
 # Tile layouts. M3 [tile, token, channel]: warp = tile. M2: the same registers seen as [64, channel].
@@ -119,22 +120,6 @@ def _load_beta(beta_ptr, row0, n, hv, HV):
 
 
 @gluon.jit
-def _load_row(k_ptr, k_row, row, head):
-    """A token's raw key."""
-    return gl.load(k_ptr + row.to(gl.int64) * k_row + (head * 128 + gl.arange(0, 128, layout=F1)))
-
-
-@gluon.jit
-def _last_key(key, rk_s, b_s, last):
-    """A chunk's last key, normalised, in float16's digits, and the part of it that goes apart: 1 - (1 - beta)^2."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    rk = gl.max(rk_s._reinterpret(gl.float32, [64, 1], FLAT1).index(last).load(one), axis=0)
-    beta = gl.max(b_s._reinterpret(gl.float32, [64, 1], FLAT1).index(last).load(one), axis=0)
-    c = (key.to(gl.float32) * rk).to(gl.float16).to(gl.float32)
-    return c, c * (beta * (2.0 - beta))
-
-
-@gluon.jit
 def _scaled(x, f):
     """x * f in fp16, two at a time."""
     x, f = gl.broadcast(x, f)
@@ -170,29 +155,27 @@ def _half_view(g_s):
 
 
 @gluon.jit
-def _clean(smem, n, fill):
-    """Replaces the rows of a raw tile past the end of the sequence: they belong to someone else."""
+def _clean(smem, n, fill: gl.constexpr):
+    """Replaces the rows of a raw bfloat16 tile past the end of the sequence: they belong to someone else."""
+    bits: gl.constexpr = 0 if fill == 0.0 else FAR_BELOW
     x = smem.load(LROW)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LROW))
-    x = gl.where((row < n)[:, None], x.to(gl.float32), fill).to(x.dtype)
+    clean = gl.full(x.shape, bits, gl.int16, LROW)
+    clean = gl.where((row < n)[:, None], x.to(gl.int16, bitcast=True), clean).to(x.dtype, bitcast=True)
     gl.thread_barrier()
-    smem.store(x)
+    smem.store(clean)
     gl.thread_barrier()
 
 
 @gluon.jit
-def _gates(g_s, c2_s, t_s, c1, bound2, APART: gl.constexpr = False):
-    """Raw gates to log2 decays in fp16, in place (error of a decay at most 9e-5); tile sums go to t_s, APART: of the rounded
-    ones."""
+def _gates(g_s, c2_s, t_s, c1, bound2):
+    """Raw gates to log2 decays in fp16, in place (error of a decay at most 9e-5); tile sums go to t_s."""
     view = _half_view(g_s)
     x = view.load(LG).to(gl.bfloat16, bitcast=True).to(gl.float32)
     c2 = c2_s.load(gl.SliceLayout(0, LG))
     per = _rcp(bound2)
     x = _rcp(_ex2(x * c1 + c2[None, :]) * per + per)
-    x16 = x.to(gl.float16)
-    view.store(x16)
-    if APART:
-        x = x16.to(gl.float32)
+    view.store(x.to(gl.float16))
     t_s.store(gl.sum(x.reshape([4, 16, 128]), axis=1))
 
 
@@ -219,33 +202,22 @@ def _store_slices(f_s, e):
 
 
 @gluon.jit
-def _store_apart(fe_s, y_s, t, after, c):
-    """For `_shares` and Kh: decay from a tile's start to the chunk's end, [slice of 32 channels, tile, channel], and from its
-    end times the last key c, [tile, channel]."""
-    fe_s._reinterpret(gl.float32, [4, 4, 32], FLAT3).permute((1, 0, 2)).store(_ex2(t + after).reshape([4, 4, 32]))
-    y_s._reinterpret(gl.float16, [4, 128], FLAT2).store((_ex2(after) * c[None, :]).to(gl.float16))
-
-
-@gluon.jit
 def _row(t, tile, i: gl.constexpr):
     """Row i of [4, 128], where every thread has all four rows, as [1, 128]."""
     return gl.sum(gl.where(tile == i, t, 0.0), axis=0)[None, :]
 
 
 @gluon.jit
-def _tile_factors(t, xb_s, fk_s, ck_s, e1_s, fe_s=0, c=0, APART: gl.constexpr = False):
+def _tile_factors(t, xb_s, fk_s, ck_s, e1_s):
     """From tile sums t: per-channel factors from a tile's own anchor to the chunk's (fk, ck) or tile 1's (xb), and over tile 1
-    (e1); returns the chunk's decay. APART: what `_keys_apart` needs (fe, and y in place of ck)."""
+    (e1); returns the chunk's decay."""
     tile = gl.arange(0, 4, layout=gl.SliceLayout(1, FR))[:, None]
     t0, t1, t2, t3 = _row(t, tile, 0), _row(t, tile, 1), _row(t, tile, 2), _row(t, tile, 3)
     before = gl.where(tile == 0, 0.0, gl.where(tile == 1, t0, gl.where(tile == 2, t0 + t1, t0 + t1 + t2)))
     after = gl.where(tile == 3, 0.0, gl.where(tile == 2, t3, gl.where(tile == 1, t2 + t3, t1 + t2 + t3)))
     _store_slices(xb_s, gl.where(tile == 3, t2, 0.0))
     _store_slices(fk_s, before)
-    if APART:
-        _store_apart(fe_s, ck_s, t, after, c)
-    else:
-        _store_slices(ck_s, after)
+    _store_slices(ck_s, after)
     e1_s._reinterpret(gl.float16, [128], FLAT1).store(_ex2(gl.sum(t1, axis=0)).to(gl.float16))
     return _ex2(gl.sum(t, axis=0))
 
@@ -301,40 +273,16 @@ def _score_slice(row, row_h, xb, dcol_f, kc_b, kc0_b, kc1_b, diag, adj, far0, fa
 
 
 @gluon.jit
-def _shares(kc_s, y_s, b_s, last):
-    """What token j's key shares with the chunk's last one: k_last . k_j with its decay to the chunk's end; of the last key
-    itself 1 / beta. [tile, token]"""
-    x = kc_s.load(M2).reshape([4, 16, 128])
-    y = y_s._reinterpret(gl.float16, [4, 128], FLAT2).load(gl.SliceLayout(1, M3))[:, None, :]
-    y, x = gl.broadcast(y, gl.convert_layout(x, M3, assert_trivial=True))
-    b = gl.convert_layout(y.permute((0, 2, 1)), B3H, assert_trivial=True)
-    w = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), b, gl.zeros([4, 16, 16], gl.float32, M3))
-    w = gl.max(w, axis=2)
-    beta = b_s.reshape([4, 16]).load(gl.SliceLayout(2, M3))
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, M3)))[:, None]
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :]
-    return gl.where(tile * 16 + row == last, _rcp(gl.maximum(beta, 1e-6)), w)
-
-
-@gluon.jit
-def _row_slice(
-    g_s, q_s, k_s, rq, rk, kc_s, e1_s, xb_s, fk_s, acc, half: gl.constexpr, apart=0, APART: gl.constexpr = False
-):
-    """Adds the scores of half of a slice of 32 channels to acc; returns acc and the halves of Kt and Qt, APART: and of Kh."""
+def _row_slice(g_s, q_s, k_s, rq, rk, kc_s, e1_s, xb_s, fk_s, acc, half: gl.constexpr):
+    """Adds the scores of half of a slice of 32 channels to acc; returns acc and the halves of Kt and Qt."""
     ld, la, l0, l1, md, ma, m0, m1 = acc
     at: gl.constexpr = WR * half
     g16 = g_s.slice(at, WR, dim=1).load(LBR).reshape([4, 16, WR])
     g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
     g = mma_v2(_tri(False), g16, gl.zeros([4, 16, WR], gl.float32, M3))
     k = _rows(k_s, half, WR) * rk[:, :, None]
-    kn = k * _ex2_neg(g)
-    kh = k
-    if APART:
-        w, fe_s, c_s = apart
-        fe = fe_s.slice(at, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
-        c = c_s.slice(at, WR, dim=0).load(gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
-        kh = (kn * fe - w[:, :, None] * c).to(gl.float16)
-    dcol = gl.convert_layout(_permuted(kn).permute((0, 2, 1)), B3F, assert_trivial=True)
+    dcol = _permuted(k * _ex2_neg(g)).permute((0, 2, 1))
+    dcol = gl.convert_layout(dcol, B3F, assert_trivial=True)
     xb = xb_s.slice(at, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
     fk = fk_s.slice(at, WR, dim=1).load(gl.SliceLayout(1, M3))[:, None, :]
     er = _ex2(g)
@@ -344,14 +292,14 @@ def _row_slice(
     kc0_b = _scaled(kc_s.slice(0, 16, dim=0).slice(at, WR, dim=1).permute((1, 0)).load(B2H), e1)
     kc1_b = kc_s.slice(16, 16, dim=0).slice(at, WR, dim=1).permute((1, 0)).load(B2H)
     kr = k * er
-    krh = kr.to(gl.float16)
-    ld, la, l0, l1 = _score_slice(kr, krh, xb, dcol, kc_b, kc0_b, kc1_b, ld, la, l0, l1)
-    kt = _scaled(krh, fk)
+    kh = kr.to(gl.float16)
+    ld, la, l0, l1 = _score_slice(kr, kh, xb, dcol, kc_b, kc0_b, kc1_b, ld, la, l0, l1)
+    kt = _scaled(kh, fk)
     qr = _rows(q_s, half, WR) * rq[:, :, None] * er
     qh = qr.to(gl.float16)
     md, ma, m0, m1 = _score_slice(qr, qh, xb, dcol, kc_b, kc0_b, kc1_b, md, ma, m0, m1)
     qt = _scaled(qh, fk)
-    return (ld, la, l0, l1, md, ma, m0, m1), kt, qt, kh
+    return (ld, la, l0, l1, md, ma, m0, m1), kt, qt
 
 
 @gluon.jit
@@ -362,7 +310,7 @@ def _store_pair(dst_s, x0, x1):
 
 
 @gluon.jit
-def _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s, apart=0, APART: gl.constexpr = False):
+def _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s):
     """Adds the scores of channels 32 s .. 32 (s + 1); a tile's slices of 32 channels lie one behind the other."""
     q_s, k_s, g_s = raw
     kc_s, e1_s, xb_s, fk_s = work
@@ -371,33 +319,22 @@ def _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s, apart=0, APART: gl.cons
     g = g_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s)
     kc = kc_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s)
     e1, xb, fk = e1_s.index(s), xb_s.index(s), fk_s.index(s)
-    part = apart
-    if APART:
-        w, fe_s, c_s = apart
-        part = (
-            w,
-            fe_s._reinterpret(gl.float32, [4, 4, 32], FLAT2).index(s),
-            c_s._reinterpret(gl.float32, [4, 32], FLAT1).index(s),
-        )
-    acc, k0, q0, h0 = _row_slice(g, q, k, rq, rk, kc, e1, xb, fk, acc, 0, part, APART)
-    acc, k1, q1, h1 = _row_slice(g, q, k, rq, rk, kc, e1, xb, fk, acc, 1, part, APART)
+    acc, k0, q0 = _row_slice(g, q, k, rq, rk, kc, e1, xb, fk, acc, 0)
+    acc, k1, q1 = _row_slice(g, q, k, rq, rk, kc, e1, xb, fk, acc, 1)
     _store_pair(kt_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s), k0, k1)
     _store_pair(qt_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s), q0, q1)
-    if APART:
-        _store_pair(kc, h0, h1)
     return acc
 
 
 @gluon.jit
-def _scores(raw, rq, rk, work, kt_s, qt_s, apart=0, APART: gl.constexpr = False):
-    """Scores of a chunk, after its columns are in kc_s; Kt and Qt are written slice by slice (they may replace k and q), and
-    with APART Kh, in place of the columns."""
+def _scores(raw, rq, rk, work, kt_s, qt_s):
+    """Scores of a chunk, after its columns are in kc_s; Kt and Qt are written slice by slice (they may replace k and q)."""
     z3 = gl.zeros([4, 16, 16], gl.float32, M3)
     zp = gl.zeros([2, 32, 16], gl.float32, MP)
     z2 = gl.zeros([64, 16], gl.float32, M2)
     acc = (z3, zp, z2, z2, z3, zp, z2, z2)
     for s in range(4):  # a loop, not copies: three programs an SM share the instruction cache
-        acc = _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s, apart, APART)
+        acc = _slice_scores(raw, rq, rk, work, kt_s, qt_s, acc, s)
     return acc
 
 

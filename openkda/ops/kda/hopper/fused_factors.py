@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from openkda.ops.kda.hopper.apart import _keys_apart, _store_nearness, are_near
 from openkda.ops.kda.hopper.chains import LENTRY, announce, chain, field, receive
 from openkda.ops.kda.hopper.factors import (
     B3H,
@@ -27,14 +28,11 @@ from openkda.ops.kda.hopper.factors import (
     _clean,
     _flat,
     _half_view,
-    _last_key,
     _load_beta,
-    _load_row,
     _masked,
     _rescale_columns,
     _rows,
     _scores,
-    _shares,
     _square_norm,
     _store_m,
     _sum_operand,
@@ -43,14 +41,13 @@ from openkda.ops.kda.hopper.factors import (
 )
 from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt
 
-AHEAD = gl.constexpr(False)  # whether the tiles of the chunk after next but one are sent to the L2 cache
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
 LBS = gl.constexpr(_sum_operand(32))
 LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
 
 @gluon.jit
-def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s, APART: gl.constexpr):
+def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s):
     """Slice s of 32 channels: raw gates to log2 decays in fp16, in place, their tile sums to t_s, keys scaled to the end of
     their tile to kc_s. The decays are the operand of the sums as they leave the gate: they need not come back from memory."""
     view = _half_view(g_s)._reinterpret(gl.float16, [4, 64, SW], S64).index(s)
@@ -59,8 +56,6 @@ def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s, APART: gl.constexpr
     x = _rcp(_ex2(x * c1 + c2[None, :]) * per + per)
     x16 = x.to(gl.float16)
     view.store(x16)
-    if APART:
-        x = x16.to(gl.float32)
     t_s._reinterpret(gl.float32, [4, 4, SW], FLAT2).index(s).store(gl.sum(x.reshape([4, 16, SW]), axis=1))
     b = gl.convert_layout(x16.reshape([4, 16, SW]), B3H, assert_trivial=True)
     hs = mma_v2(_tri(True), b, gl.zeros([4, 16, SW], gl.float32, M3))
@@ -97,37 +92,23 @@ def next_stage(st, phase):
 
 
 @gluon.jit
-def fetch_qk(descs, stages, full, st, row, hv, groups, pred):
-    """Raw queries and keys of a chunk on their way to a stage."""
+def fetch(descs, stages, full, st, row, hv, groups, pred):
+    """Raw tiles of a chunk on their way to a stage."""
+    q_desc, k_desc, g_desc = descs
+    q_s, k_s, g_s = stages[0], stages[1], stages[2]
+    qk_full, g_full = full
     column = hv // groups * 128
-    bar = full[0].index(st)
-    mbarrier.expect(bar, 32768, pred=pred)
-    tma.async_copy_global_to_shared(descs[1], [row, column], bar, stages[1].index(st), pred=pred)
-    tma.async_copy_global_to_shared(descs[0], [row, column], bar, stages[0].index(st), pred=pred)
-
-
-@gluon.jit
-def fetch_g(descs, stages, full, st, row, hv, pred):
-    """Raw gates of a chunk on their way to a stage."""
-    bar = full[1].index(st)
-    mbarrier.expect(bar, 16384, pred=pred)
-    tma.async_copy_global_to_shared(descs[2], [row, hv * 128], bar, stages[2].index(st), pred=pred)
-
-
-@gluon.jit
-def _to_l2(ptr, stride, row, left, head):
-    """A tile's 128 cache lines on their way from memory to the L2 cache."""
-    i = gl.arange(0, 128, layout=F1)
-    at = ptr + (row + gl.minimum(i // 2, left - 1)).to(gl.int64) * stride + (head * 128 + i % 2 * 64)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    mbarrier.expect(qk_full.index(st), 32768, pred=pred)
+    tma.async_copy_global_to_shared(k_desc, [row, column], qk_full.index(st), k_s.index(st), pred=pred)
+    tma.async_copy_global_to_shared(q_desc, [row, column], qk_full.index(st), q_s.index(st), pred=pred)
+    mbarrier.expect(g_full.index(st), 16384, pred=pred)
+    tma.async_copy_global_to_shared(g_desc, [row, hv * 128], g_full.index(st), g_s.index(st), pred=pred)
 
 
 @gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
-    scale, bound, rows, VARLEN: gl.constexpr, APART: gl.constexpr,
+    scale, bound, VARLEN: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks.
 
@@ -184,13 +165,9 @@ def gate_partition(
             left = gl.where(last, length_n, n - 64)
             kc = k_s.index(st)
             gc = g_s.index(st)
-            if APART:
-                final = gl.minimum(n, 64) - 1
-                key = _load_row(rows[1], rows[5], row0 + c * 64 + final, hv // groups)
             if sent0 == 0:
                 mbarrier.wait(free.index(st), phase ^ 1)
-                fetch_qk(descs, stages, full, st, row0 + c * 64, hv, groups, True)
-                fetch_g(descs, stages, full, st, row0 + c * 64, hv, True)
+                fetch(descs, stages, full, st, row0 + c * 64, hv, groups, True)
             mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)
             mbarrier.wait(qk_full.index(st), phase)
             b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))  # the stage is this chunk's only now
@@ -200,13 +177,6 @@ def gate_partition(
             to_row = gl.where(over < 0, row0 + (c + 3) * 64, row_n + over * 64)
             to_head = gl.where(over < 0, hv, hv_n)
             known = gl.where(over < 0, 1, known)
-            if AHEAD:
-                to_left = gl.where(over < 0, length - (c + 3) * 64, length_n - over * 64)
-                if to_left > 0:
-                    _to_l2(rows[0], rows[4], to_row, to_left, to_head // groups)
-                    _to_l2(rows[1], rows[5], to_row, to_left, to_head // groups)
-                    _to_l2(rows[2], rows[6], to_row, to_left, to_head)
-                    _to_l2(rows[3], rows[7], to_row, to_left, to_head)
             sends_s.index(st).store(gl.where(word == 0, to_row, gl.where(word == 1, to_head, known)))
             sent0 = sent1
             sent1 = sent2
@@ -226,16 +196,13 @@ def gate_partition(
             t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
             following = next_stage(st, phase)
             for s in range(4):
-                _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s, APART)
+                _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
             e1, xb, fk, ck = _anchors(hand, odd)
+            dec = _tile_factors(_tile_sums(t_s), xb, fk, ck, e1)
             if APART:
-                kl, part = _last_key(key, n_s.index(odd).slice(0, 64, dim=0), b_s.index(st), final)
-                dec_s.index(st).slice(128, 128, dim=0).store(part)
-                kl = gl.convert_layout(kl, gl.SliceLayout(0, FR))
-                dec = _tile_factors(_tile_sums(t_s), xb, fk, ck, e1, hand[4].index(odd), kl, True)
                 dec_s.index(st).slice(0, 128, dim=0).store(dec)
             else:
-                dec_s.index(st).store(_tile_factors(_tile_sums(t_s), xb, fk, ck, e1))
+                dec_s.index(st).store(dec)
             gl.thread_barrier()
             mbarrier.arrive(ready.index(st), count=1)
             st, phase = following
@@ -256,8 +223,9 @@ def parts_of_l(tm_s):
 
 
 @gluon.jit
-def score_partition(stages, hand, dec_s, bars, places, APART: gl.constexpr):
+def score_partition(stages, hand, others, bars, places, k_ptr, k_row, groups, APART: gl.constexpr):
     """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time."""
+    dec_s, near_s = others[0], others[2]
     q_s, k_s, g_s, kc_s = stages
     n_s, b_s = hand[2], hand[3]
     ready, kq_ready, lm_ready, hand_free = bars
@@ -267,7 +235,7 @@ def score_partition(stages, hand, dec_s, bars, places, APART: gl.constexpr):
     phase = 0
     odd = 0
     while length >= 0:
-        length = receive(places, turn)[3]
+        _, hv, row0, length = receive(places, turn)
         turn += 1
         for c in range((length + 63) // 64):
             mbarrier.wait(ready.index(st), phase)
@@ -278,21 +246,26 @@ def score_partition(stages, hand, dec_s, bars, places, APART: gl.constexpr):
             qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
             e1, xb, fk, ck = _anchors(hand, odd)
             raw = (q_s.index(st), k_s.index(st), g_s.index(st))
-            work = (kc_s.index(st), e1, xb, fk)
+            acc = _scores(raw, rq, rk, (kc_s.index(st), e1, xb, fk), kt, qt)
+            _rescale_columns(kc_s.index(st), ck)
             if APART:
-                w = _shares(kc_s.index(st), ck, b_s.index(st), gl.minimum(length - c * 64, 64) - 1)
-                last = dec_s.index(st).slice(128, 128, dim=0)
-                acc = _scores(raw, rq, rk, work, kt, qt, (w, hand[4].index(odd), last), True)
-            else:
-                acc = _scores(raw, rq, rk, work, kt, qt)
-                _rescale_columns(kc_s.index(st), ck)
+                _store_nearness(near_s.index(st), acc[0])
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)
-            mbarrier.arrive(hand_free.index(odd), count=1)
             tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
             diagonal, neighbours, far = parts_of_l(tm_s)
             low, m = _masked(acc, b_s.index(st))
+            if APART:  # Kh is not read before T is ready
+                n = length - c * 64
+                if are_near(near_s.index(st), n):
+                    rk_s = n_s.index(odd).slice(0, 64, dim=0)
+                    _keys_apart(
+                        k_ptr, k_row, row0 + c * 64, hv // groups, n, g_s.index(st), rk, rk_s, b_s.index(st), ck,
+                        dec_s.index(st).slice(128, 128, dim=0), kc_s.index(st),
+                    )  # fmt: skip
+                    gl.thread_barrier()
+            mbarrier.arrive(hand_free.index(odd), count=1)
             diagonal._reinterpret(gl.float32, [16, 4, 16], FLAT3).permute((1, 2, 0)).store(low[0])
             far.store(low[2])
             _store_m(tm_s.index(0), m[0], m[1])

@@ -12,9 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from openkda.ops.kda.hopper.apart import are_near
 from openkda.ops.kda.hopper.chains import LENTRY, field, receive
 from openkda.ops.kda.hopper.factors import A2H, APH, FLAT2, FLAT3, S64, _clean, _merge_tiles, _store_t, _substitute
-from openkda.ops.kda.hopper.fused_factors import fetch_g, fetch_qk, next_stage, parts_of_l
+from openkda.ops.kda.hopper.fused_factors import fetch, next_stage, parts_of_l
 from openkda.ops.kda.hopper.state import (
     A_S,
     A_T,
@@ -28,10 +29,6 @@ from openkda.ops.kda.hopper.state import (
     _values,
     _write_output,
 )
-
-EARLY = gl.constexpr(
-    False
-)  # queries and keys are sent for when the output is computed; it leaves through the tile of M and T
 
 
 @gluon.jit
@@ -61,8 +58,8 @@ def fused_state_partition(
     other half's in who inverts. The output leaves through the tile that held Kt, so that the values of the next chunk can
     come as soon as R is computed."""
     q_s, k_s, g_s, kc_s = stages
-    v_s, v_full = values
-    dec_s, b_s = others
+    v_s, v_full, last_s = values
+    dec_s, b_s, near_s = others
     kq_ready, lm_ready, t_ready, kt_read, free = bars
     turn = 0
     length = 0
@@ -106,11 +103,11 @@ def fused_state_partition(
                 r = warpgroup_mma_wait(0, deps=[r])
                 r = _values(v_s) * sc_t - r
                 ar = gl.convert_layout(r.to(gl.float16), A_T)
-                if APART:
-                    final = _last_token(r, n)
+                if APART:  # noqa: SIM102 (a constant)
+                    if are_near(near_s.index(st), n):
+                        last_s.store(_last_token(r, n))
                 gl.thread_barrier()
-                if not EARLY:
-                    mbarrier.arrive(kt_read.index(0), count=1)
+                mbarrier.arrive(kt_read.index(0), count=1)
                 more = c + 1 < chunks
                 mbarrier.expect(v_full.index(0), 8192, pred=more)
                 tma.async_copy_global_to_shared(v_desc, [row0 + (c + 1) * 64, col0], v_full.index(0), v_s, pred=more)
@@ -124,21 +121,16 @@ def fused_state_partition(
                 o = warpgroup_mma(a, qt.permute((1, 0)), zero, use_acc=False, is_async=True)
                 o = warpgroup_mma(au, tm_s.index(0).permute((1, 0)), o, is_async=True)
                 o = warpgroup_mma_wait(0, deps=[o])
-                out = k_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
-                if EARLY:
-                    gl.thread_barrier()
-                    mbarrier.arrive(kt_read.index(0), count=1)
-                    out = g_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
                 mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
-                if half == 1:
-                    descs, sends_s, full, groups = sends
-                    word = sends_s.index(st).load(LENTRY)
-                    if EARLY:
-                        fetch_qk(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
+                out = k_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
                 _stage_output(o, inv, out)
                 if APART:
                     s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
-                    s += final * dec_s.index(st).slice(128, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
+                    if are_near(near_s.index(st), n):
+                        s += (
+                            last_s.load(gl.SliceLayout(1, ACC_S))[:, None]
+                            * dec_s.index(st).slice(128, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
+                        )
                 else:
                     s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
                 s = warpgroup_mma(gl.convert_layout(u16, A_S), kc_s.index(st), s, is_async=True)
@@ -148,12 +140,12 @@ def fused_state_partition(
                 if n < 64:
                     fence_async_shared()
                 if half == 1:
+                    descs, sends_s, full, groups = sends
+                    word = sends_s.index(st).load(LENTRY)
                     gl.thread_barrier()
                     mbarrier.arrive(free.index(st), count=1)
                     mbarrier.wait(free.index(st), phase)
-                    if not EARLY:
-                        fetch_qk(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
-                    fetch_g(descs, stages, full, st, field(word, 0), field(word, 1), field(word, 2) > 0)
+                    fetch(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
                 else:
                     gl.thread_barrier()
                     mbarrier.arrive(free.index(st), count=1)

@@ -50,7 +50,7 @@ BOUNDED = 2
 REGISTERS = 168
 """A thread's, so that three programs of four warps share an SM."""
 APART = False
-"""Whether the last key of a chunk is kept apart (state.py)."""
+"""Whether the last key of a chunk is kept apart (apart.py)."""
 _OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
 
@@ -118,7 +118,7 @@ class _Problem:
 class _Operands:
     """Prepared chunks in `workspace`: descriptors of Kt, Qt, Kh [slots HV 3 64, 128] and the quarters of T, M
     [slots HV 6 32, 32] in fp16, decay [slots HV, 128] in fp32. ranks: a pack's sequences by length, [sequences, 4] int32,
-    and a counter. apart: Kh without the last key's part (state.py), and that key behind the decay."""
+    and a counter. apart: Kh without the last key's part (apart.py), and that key behind the decay."""
 
     workspace: Tensor
     descriptors: tuple[TensorDescriptor, ...]
@@ -367,7 +367,7 @@ def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None
         kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
         (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
          _tiles(o, half, _HALF)),
-        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks, p.q, p.k, p.g, p.v),
-        (hv, hv // p.q.shape[2], *map(_row_stride, (p.q, p.k, p.g, p.v))), (p.tokens, n * hv, p.scale, p.lower_bound),
+        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks, p.k),
+        (hv, hv // p.q.shape[2], _row_stride(p.k)), (p.tokens, n * hv, p.scale, p.lower_bound),
         (0 if s0 is None else 1, st is not None, cu is not None, APART), p.index,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from openkda.ops.kda.hopper.apart import NOTHING, _keys_apart, _store_nearness, are_near
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     F1,
@@ -25,14 +26,11 @@ from openkda.ops.kda.hopper.factors import (
     _columns,
     _gates,
     _invert_tiles,
-    _last_key,
     _load_beta,
-    _load_row,
     _masked,
     _merge_tiles,
     _rescale_columns,
     _scores,
-    _shares,
     _square_norm,
     _store_m,
     _store_t,
@@ -119,17 +117,13 @@ def _prepare_chunk(
     c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
     c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
     beta = _load_beta(beta_ptr, row0, n, hv, HV)
-    last = gl.minimum(n, 64) - 1
-    if APART:
-        n_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
-        key = _load_row(k_ptr, k_row, row0 + last, hq)
     b_s.store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))
     ws = slot * HV + hv
 
     mbarrier.wait(full.index(0), 0)
     if n < 64:
         _clean(g_s, n, -3.0e38)
-    _gates(g_s, c2_s, t_s, c1, bound * LOG2E, APART)
+    _gates(g_s, c2_s, t_s, c1, bound * LOG2E)
     mbarrier.wait(full.index(1), 0)
     if n < 64:
         _clean(k_s, n, 0.0)
@@ -142,32 +136,32 @@ def _prepare_chunk(
         gl.store(at, rk, mask=tile * 16 < n)
         gl.store(at + 16, rq, mask=tile * 16 < n)
     rq = scale * rq
-    # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
-    work = (kc_s, e1_s, xb_s, fk_s)
+    dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     at = dec_ptr + ws.to(gl.int64) * (256 if APART else 128) + gl.arange(0, 128, layout=gl.SliceLayout(0, FR))
+    gl.store(at, dec)
+    _columns(g_s, k_s, rk, kc_s)
+    # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
+    acc = _scores((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
+    _rescale_columns(kc_s, ck_s)
     if APART:
+        near_s = gl.allocate_shared_memory(gl.float32, [4], FLAT1)
+        n_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
+        _store_nearness(near_s, acc[0])
         n_s.reshape([4, 16]).store(rk)
-        c, part = _last_key(key, n_s, b_s, last)
-        c2_s.store(part)
-        c = gl.convert_layout(c, gl.SliceLayout(0, FR))
-        gl.store(at + 128, gl.convert_layout(part, gl.SliceLayout(0, FR)))
-        dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s, t_s, c, True)
-        gl.store(at, dec)
-        _columns(g_s, k_s, rk, kc_s)
-        w = _shares(kc_s, ck_s, b_s, last)
-        acc = _scores((q_s, k_s, g_s), rq, rk, work, kt_s, qt_s, (w, t_s, c2_s), True)
-    else:
-        dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
-        gl.store(at, dec)
-        _columns(g_s, k_s, rk, kc_s)
-        acc = _scores((q_s, k_s, g_s), rq, rk, work, kt_s, qt_s)
-        _rescale_columns(kc_s, ck_s)
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(x_desc, [ws * 192, 0], kt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 64, 0], qt_s)
-    tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
     low, m = _masked(acc, b_s)
+    if APART:
+        if are_near(near_s, n):
+            _keys_apart(k_ptr, k_row, row0, hq, n, g_s, rk, n_s, b_s, ck_s, c2_s, kc_s)
+            gl.store(at + 128, c2_s.load(gl.SliceLayout(0, FR)))
+            fence_async_shared()
+            gl.thread_barrier()
+        else:
+            gl.store(at + 128, gl.full([128], NOTHING, gl.float32, gl.SliceLayout(0, FR)))
+    tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
     _store_m(tm_s.index(0), m[0], m[1])
     _invert_tiles(low[0], lt_s, xp_s.index(0))
     gl.thread_barrier()

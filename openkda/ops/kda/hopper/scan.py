@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from openkda.ops.kda.hopper.apart import NOTHING
 from openkda.ops.kda.hopper.chains import LENTRY, field
 from openkda.ops.kda.hopper.factors import FLAT1, S64, _clean, barriers
 from openkda.ops.kda.hopper.state import (  # fmt: skip
@@ -182,10 +183,9 @@ def scan_partition(
             mbarrier.wait(kh_ready.index(st), phase)
             if APART:
                 s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
-                s += (
-                    _last_token(r, length - c * 64)
-                    * dec_s.index(st).slice(128, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
-                )
+                last = dec_s.index(st).slice(128, 128, dim=0)
+                if field(last.slice(0, 4, dim=0).load(LENTRY), 0) < NOTHING:
+                    s += _last_token(r, length - c * 64)[:, None] * last.load(gl.SliceLayout(0, ACC_S))[None, :]
             else:
                 s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
             u = warpgroup_mma_wait(0, deps=[u])
