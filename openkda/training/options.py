@@ -230,5 +230,6 @@ def _check(o: TrainOptions) -> None:
         _bad("preset", "none beside init_from, which brings its own config", repr(o.preset))
     if not o.data:
         _bad("data", "at least one path", "none")
-    if not o.out:
-        _bad("out", "a directory", repr(o.out))
+    for name in ("out", "init_from"):
+        if getattr(o, name) == "":  # a shell variable that is not set, not the directory that one stands in
+            _bad(name, "a directory", repr(""))

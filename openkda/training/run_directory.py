@@ -109,8 +109,10 @@ def steps_of(out: Path) -> list[int]:
 
 def newest(out: Path) -> Path | None:
     """The checkpoint written last (after resuming an older one, not the one of the highest step), or None."""
-    if (out / "last").is_dir():
-        return out / (out / "last").resolve().name
+    last = out / "last"
+    if last.is_dir():
+        named = out / last.resolve().name
+        return named if named.is_dir() else last  # a link to a checkpoint elsewhere
     steps = steps_of(out)
     return out / f"step-{steps[-1]}" if steps else None
 

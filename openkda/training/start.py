@@ -73,10 +73,15 @@ def load_weights(directory: str | Path, config: ModelConfig | None = None) -> Hy
 
     config: one that the same weights fit; None = the checkpoint's own. For FSDP2, `shard` the result
     (openkda/training/sharding.py).
-    Raises: what `load_checkpoint` raises; ValueError naming every tensor that does not fit `config`.
+    Raises: what `load_checkpoint` raises; ValueError naming every tensor that is not finite or does not fit `config`.
     """
     model = load_checkpoint(directory, dtype=torch.float32)
     unpack_experts(model)
+    broken = [n for n, p in model.state_dict().items() if p.is_floating_point() and not bool(torch.isfinite(p).all())]
+    if broken:  # the first loss would be NaN, or the first save refused
+        raise ValueError(
+            f"{directory}: expected finite float32 weights, received NaN or infinity in {', '.join(broken)}"
+        )
     if config is not None and config != model.config:
         found = model.state_dict()
         with torch.device("meta"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from openkda.layers.moe import Experts, SparseMoE
 from openkda.models.checkpoint import load_checkpoint, save_checkpoint
 from openkda.models.make_checkpoint import make_checkpoint
 from openkda.training.options import TrainOptions
-from openkda.training.start import first_model, first_tokenizer, load_weights
+from openkda.training.start import first_config, first_model, first_tokenizer, load_weights
 from openkda.training.train import resume, train
 
 Make = Callable[..., TrainOptions]
@@ -112,6 +114,10 @@ def _other_tokenizer(directory: Path) -> None:
         (_tensors(lambda t: t.pop("model.norm.weight")), {}, r"do not fit the config. missing: model.norm.weight"),
         (_tensors(lambda t: t.update({"model.norm.weight": torch.ones(5)})), {}, r"norm.weight: expected \[32\], found \[5\]"),
         (lambda d: (d / "model.safetensors").write_bytes(b"x" * 99), {}, "not a whole safetensors file"),
+        (lambda d: os.truncate(d / "model.safetensors", 9999), {}, "not a whole safetensors file"),
+        (_tensors(lambda t: t["model.norm.weight"][3:4].fill_(math.nan)), {}, "NaN or infinity in model.norm.weight$"),
+        (_tensors(lambda t: t["lm_head.weight"][5].fill_(-math.inf)), {}, "NaN or infinity in lm_head.weight$"),
+        (None, {"init_from": ""}, "init_from: expected a directory, received ''"),
         (None, {"model": {"hidden_size": 64}}, r"tensors do not fit the settings .*model.norm.weight: \[64\], \[32\]"),
         (None, {"model": {"vocab_size": 300}}, r"model.embed_tokens.weight: \[300, 32\], \[257, 32\]"),
         (None, {"model": {"vocab_size": 100}}, r"tokenizer: expected at most 100 ids, the vocabulary of .*, received 257"),
@@ -137,3 +143,15 @@ def test_a_checkpoint_without_a_tokenizer_wants_one_by_name(options: Make, first
     with pytest.raises(ValueError, match="tokenizer: expected one, as the checkpoint brings none"):
         train(options("tuned", **FRESH, init_from=tmp_path / "bare"))
     assert first_tokenizer(options("tuned", **FRESH, init_from=tmp_path / "bare", tokenizer="bytes")).vocab_size == 257
+
+
+def test_a_run_whose_newest_checkpoint_lies_elsewhere(options: Make, first: Path, tmp_path: Path) -> None:
+    """Links to runs, checkpoints and out of runs are followed."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "last").symlink_to((first / "last").resolve())
+    (tmp_path / "run").symlink_to(first)
+    want = load_checkpoint(first / "last").state_dict()
+    for i, link in enumerate(("other", "run", "other/last")):
+        made = options(f"tuned{i}", **FRESH, init_from=tmp_path / link)
+        model = first_model(first_config(made, first_tokenizer(made)), made, torch.device("cpu"))
+        assert all(torch.equal(t, want[n]) for n, t in model.state_dict().items())
