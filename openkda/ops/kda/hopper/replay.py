@@ -60,12 +60,13 @@ def await_tile(full, i):
 
 
 @gluon.jit
-def keep_state(desc, row, s, inv, size, buffer, unit_ptr):
-    """Sends s times inv, whose rows are up to `size`, as float16 with one power of two for all its 64 rows."""
+def keep_state(desc, row, s16, inv, size, buffer, unit_ptr):
+    """Sends s16 times inv, whose rows are up to `size`, as float16 with one power of two for all its 64 rows. From the operand,
+    not from the accumulators: to read those, ptxas waits for whatever product is under way."""
     up, down = _power_of_two(gl.max(size, axis=0), 12)
     gl.store(unit_ptr, down)
     # Not by inv * up: of a state that is 0 beside values of 10^7 that would be infinite.
-    buffer.store((s * inv[:, None] * up).to(gl.float16))
+    buffer.store((s16.to(gl.float32) * inv[:, None] * up).to(gl.float16))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(desc, [row, 0], buffer)
@@ -113,7 +114,7 @@ def _ready(s, inv, v_c, n):
     size = gl.max(gl.abs(s), axis=1) * inv
     sc, inv_new = row_scale(gl.maximum(size, gl.convert_layout(v_max, ROW_S)))
     s = s * inv[:, None] * sc[:, None]  # not by sc * inv: where nothing follows on something, that may be infinite
-    return s, gl.convert_layout(s.to(gl.float16), A_T), sc, inv_new, size
+    return s, s.to(gl.float16), sc, inv_new, size
 
 
 @gluon.jit
@@ -143,8 +144,8 @@ def replay_partition(
             phase = (c >> 1) & 1
             v_c = v_s.index(c % 3)
             mbarrier.wait(kq_ready.index(st), phase)
-            r = warpgroup_mma(a, kt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
-            keep_state(s_desc, (save + c) * 128 + half * 64, s, inv, size, s_s, s_unit_ptr + (save + c) * 2 + half)
+            r = warpgroup_mma(gl.convert_layout(a, A_T), kt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
+            keep_state(s_desc, (save + c) * 128 + half * 64, a, inv, size, s_s, s_unit_ptr + (save + c) * 2 + half)
             r = warpgroup_mma_wait(0, deps=[r])
             r = _values(v_c) * gl.convert_layout(sc, ROW_T)[:, None] - r
             ar = gl.convert_layout(r.to(gl.float16), A_T)
