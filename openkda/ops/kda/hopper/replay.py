@@ -144,7 +144,9 @@ def replay_partition(
             phase = (c >> 1) & 1
             v_c = v_s.index(c % 3)
             mbarrier.wait(kq_ready.index(st), phase)
-            r = warpgroup_mma(gl.convert_layout(a, A_T), kt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
+            r = warpgroup_mma(
+                gl.convert_layout(a, A_T), kt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
             keep_state(s_desc, (save + c) * 128 + half * 64, a, inv, size, s_s, s_unit_ptr + (save + c) * 2 + half)
             r = warpgroup_mma_wait(0, deps=[r])
             r = _values(v_c) * gl.convert_layout(sc, ROW_T)[:, None] - r
