@@ -80,15 +80,16 @@ def add_rms_norm(
     Args: a: [..., D], any float dtype; the rest as `rms_norm`. dtype: of the norm.
     Returns: the sum, in the dtype of torch's x + a, and its norm. Raises: ValueError or TypeError.
     """
+    _check_float("x", x)
     _check_float("a", a)
+    if a.shape != x.shape or a.device != x.device:  # torch would spread a smaller one in silence
+        raise ValueError(f"a: expected {list(x.shape)} on {x.device}, as x, received {list(a.shape)} on {a.device}")
     plain = impl is None and (
         x.is_cpu or not torch.is_grad_enabled() or torch.promote_types(x.dtype, a.dtype) != x.dtype
     )
     if plain:  # without gradients the norm's own launch is repeated at less cost to the host
         total = x + a
         return total, rms_norm(total, weight, eps, dtype=dtype)
-    if a.shape != x.shape or a.device != x.device:
-        raise ValueError(f"a: expected {list(x.shape)} on {x.device}, as x, received {list(a.shape)} on {a.device}")
     module = _checked(x, (), weight, eps, impl)
     found: tuple[Tensor, Tensor] = module.add_rms_norm(x, a, weight, eps, x.dtype if dtype is None else dtype)
     return found

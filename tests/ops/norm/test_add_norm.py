@@ -69,8 +69,13 @@ def test_on_a_cpu() -> None:
 
 def test_refusals() -> None:
     (x, a, w), _ = make(F32, F32, "cpu")
-    with pytest.raises(ValueError, match=r"a: expected \[3, 7, 100\] on cpu, as x, received \[7, 100\]"):
-        add_rms_norm(x, a[0], w, 1e-5, impl="reference")
+    for impl in (None, "reference"):
+        with pytest.raises(ValueError, match=r"a: expected \[3, 7, 100\] on cpu, as x, received \[7, 100\]"):
+            add_rms_norm(x, a[0], w, 1e-5, impl=impl)
+        with pytest.raises(ValueError, match=r"a: expected .* received \[3, 7, 100\] on meta"):
+            add_rms_norm(x, a.to("meta"), w, 1e-5, impl=impl)
+        with pytest.raises(TypeError, match=r"x: expected a torch.Tensor"):
+            add_rms_norm(None, a, w, 1e-5, impl=impl)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a.dtype: expected float"):
         add_rms_norm(x, a.long(), w, 1e-5)
     with pytest.raises(ValueError, match=r"weight.shape"):
@@ -96,6 +101,17 @@ if INTERPRETED:
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivatives need impl='reference'"):
             dx.sum().backward()
+
+    @pytest.mark.parametrize("shape", [(3, 0), (0, 8), (0, 0), (2, 0, 8)])
+    def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+        leaves = [torch.zeros(n, requires_grad=True) for n in (shape, shape, shape[-1:])]
+        for total, y in (
+            add_rms_norm(*leaves, 1e-5, impl="triton"),
+            (leaves[0], rms_norm(*leaves[1:], 1e-5, impl="triton")),
+        ):
+            assert total.shape == y.shape == shape
+            found = torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+            assert all(g is None or (g.shape == t.shape and not g.any()) for g, t in zip(found, leaves, strict=True))
 
     def test_one_graph() -> None:
         leaves, up = make(F32, F32, "cpu")

@@ -108,7 +108,7 @@ def _new(t: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return unit_stride(x.reshape(-1, x.shape[-1]))
+    return unit_stride(x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0))
 
 
 def _tile(D: int) -> tuple[int, int, int]:
