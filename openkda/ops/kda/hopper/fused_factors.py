@@ -41,6 +41,9 @@ from openkda.ops.kda.hopper.factors import (
 )
 from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt
 
+DRAW = gl.constexpr(
+    5
+)  # chunks before its end that a chain's successor is drawn; known one chunk later, needed two later
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
 LBS = gl.constexpr(_sum_operand(32))
 LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
@@ -106,11 +109,24 @@ def fetch(descs, stages, full, st, row, hv, groups, pred):
 
 
 @gluon.jit
+def _next_chain(ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN: gl.constexpr):
+    """Announces the chain of the ticket drawn, or of the next one in turn: ticket, value head, first row, length."""
+    if VARLEN:
+        ticket = step + gl.sum(gl.where(gl.arange(0, 128, layout=F1) == 0, drawn, 0), axis=0)
+    else:
+        ticket += step
+    entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN)
+    announce(entry, places, turn)
+    return ticket, field(entry, 1), field(entry, 2), field(entry, 3)
+
+
+@gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
     scale, bound, VARLEN: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    """Draws chains (a sequence and value head), announces them to the others and starts on their chunks.
+    """Draws chains (a sequence and value head), announces them to the others and starts on their chunks. It draws late: who is
+    done first takes the next, and with chains of different lengths that is not known while they begin.
 
     For each chunk it leaves in sends_s where the one after next but one begins, in this chain or the next, and whether it
     knows: a state sends for it when it leaves the stage. What it could not know it sends for itself: the first three chunks,
@@ -129,8 +145,9 @@ def gate_partition(
     row0 = field(entry, 2)
     length = field(entry, 3)
     drawn = gl.where(chan == 0, ticket, 0)
-    if VARLEN:
-        drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+    hv_n = 0
+    row_n = 0
+    length_n = -1
     sent0 = 0
     sent1 = 0
     sent2 = 0
@@ -143,21 +160,25 @@ def gate_partition(
     rounds = 0
     turn = 1
     while length >= 0:
-        ticket = step + gl.sum(gl.where(chan == 0, drawn, 0), axis=0)
-        if VARLEN:
-            drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
-        else:
-            drawn = gl.where(chan == 0, ticket, 0)
-        entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN)
-        announce(entry, places, turn)
-        turn += 1
-        hv_n = field(entry, 1)
-        row_n = field(entry, 2)
-        length_n = field(entry, 3)
         c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
         c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
         chunks = (length + 63) // 64
+        if chunks == 0:
+            if VARLEN:
+                drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+            ticket, hv_n, row_n, length_n = _next_chain(
+                ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN
+            )
+            turn += 1
         for c in range(chunks):
+            if VARLEN:
+                if c == gl.maximum(chunks - DRAW, 0):
+                    drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
+            if c == gl.maximum(chunks - DRAW + 1, 0):
+                ticket, hv_n, row_n, length_n = _next_chain(
+                    ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN
+                )
+                turn += 1
             n = length - c * 64
             last = c + 1 == chunks
             row = gl.where(last, row_n, row0 + (c + 1) * 64)
