@@ -4,7 +4,7 @@
 
 The walks go in the forward's chunks of 16 tokens; states and their gradients are kept every 64, the chunk of the last two
 kernels (at 64 the first kernel took 20 s to compile and spilled; states every 16 tokens would be 8 n). On Hopper each of the
-first four has another form, of chunks of 64 throughout, where the call fits it (`openkda/ops/kda/hopper/backward.py` says when).
+first four has another form, of chunks of 64 throughout, where the call fits it (`hopper/backward.py` says when).
 Nothing is kept from the forward but its inputs, unless it is asked to (`keep.py`): the walk over chunks is run again. With n =
 the bytes of a 16-bit [T, HV, K] tensor, the workspace peaks at 14 n, on Hopper at 11 n, the gradients included.
 """
