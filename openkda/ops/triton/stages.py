@@ -53,11 +53,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 class _Stage(NamedTuple):
-    """Launches between which nothing is made or dropped. fresh: what is allocated before them; offsets: of each of those, where
-    its parts begin; gone: places, among all that was allocated, of what nobody reads any more."""
+    """Launches between which nothing is made or dropped. fresh: what is allocated before them, and where the parts of each
+    begin (None: it is one tensor); gone: places, among all that was allocated, of what nobody reads any more."""
 
-    fresh: tuple[tuple[Any, ...], ...]
-    offsets: tuple[tuple[int, ...], ...]
+    fresh: tuple[tuple[tuple[Any, ...], tuple[int, ...] | None], ...]
     launches: Parameters
     gone: tuple[int, ...]
 
@@ -89,12 +88,15 @@ class StagedTape:
             at += [at[i] + offset for i, offset in self._inner]
         stream, empty = self._stream(index), self._empty
         made: list[Tensor | None] = []
-        for fresh, offsets, launches, gone in self._stages:
-            for like, places in zip(fresh, offsets, strict=True):
+        for fresh, launches, gone in self._stages:
+            for like, parts in fresh:
                 t = empty(*like)
                 made.append(t)
-                base = t.data_ptr()
-                at += [base + offset for offset in places]
+                if parts is None:
+                    at.append(t.data_ptr())
+                else:
+                    base = t.data_ptr()
+                    at += [base + offset for offset in parts]
             launches.play(at, stream)
             for i in gone:
                 made[i] = None
@@ -241,6 +243,6 @@ def _lay_out(
     for begin, end in itertools.pairwise(cuts):
         mine = [i for i, b in enumerate(blocks) if b.begin == begin]
         gone = tuple(i for i, b in enumerate(blocks) if b.end == end - 1)
-        fresh, where = tuple(likes[i] for i in mine), tuple(offsets[i] for i in mine)
-        stages.append(_Stage(fresh, where, single.Parameters(kernels[begin:end], library), gone))
+        fresh = tuple((likes[i], None if offsets[i] == (0,) else offsets[i]) for i in mine)
+        stages.append(_Stage(fresh, single.Parameters(kernels[begin:end], library), gone))
     return inner, stages, [-1 if i < 0 else next(n for n, b in enumerate(blocks) if b.members == [i]) for i in given]

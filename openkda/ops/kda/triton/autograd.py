@@ -23,7 +23,7 @@ from openkda.ops.kda.triton.positions import backward_at_positions
 from openkda.ops.kda.triton.register import _OPTIONS, _TOKENS, kda_op
 from openkda.ops.triton.api import Tape, record, record_stages, walkable
 
-BACKWARDS = Repeated()
+BACKWARDS = Repeated(1024)
 """Tapes of backward passes."""
 
 
@@ -104,7 +104,10 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the nine tensors of `_TOKENS` and the initial state, for what `_keep` kept. before: how many other arguments
     come in front of them."""
-    ds, dkept = (d if d is not None and d.numel() else None for d in (ds, dkept))  # empty: it was not asked for
+    if ds is not None and not ds.numel():  # it was not asked for
+        ds = None
+    if dkept is not None and not dkept.numel():
+        dkept = None
     if do is None and ds is None and dkept is None:
         return (None,) * 9
     tensors = ctx.saved_tensors
