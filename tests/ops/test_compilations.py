@@ -107,6 +107,31 @@ def test_forward(card: Card, sizes: tuple[int, int, int, int], states: bool) -> 
     assert card.kernels
 
 
+def test_what_fails_for_other_sizes_is_no_error_yet(
+    card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said, and raised when it is launched."""
+    make = card.compile
+
+    def compile(fn: Any, *rest: Any) -> Any:
+        if fn.__name__ == "scan_kernel":
+            raise RuntimeError("too large for this card")
+        return make(fn, *rest)
+
+    monkeypatch.setattr(card, "compile", compile)
+    call = forward(2, 2, 64, 64, impl="triton")
+    call((1, 2))
+    assert "too large" in caplog.text and [name for name, *_ in card.launches] == ["recurrent_kernel"]
+    with pytest.raises(RuntimeError, match="too large"):
+        call((1, 40))
+
+
+def test_it_can_be_switched_off(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "ENABLED", False)
+    forward(2, 2, 64, 64, impl="triton")((1, 40))
+    assert card.compiled == card.alone == ["prepare_kernel", "scan_kernel"]
+
+
 @pytest.fixture
 def hopper(card: Card, monkeypatch: pytest.MonkeyPatch) -> Card:
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
