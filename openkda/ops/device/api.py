@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from openkda.ops.device.calls import Repeated, are_plain, call_key, goes_direct, has_values, is_watched
+from openkda.ops.device.calls import Repeated, are_plain, call_key, goes_direct, has_values, is_batched, is_watched
 from openkda.ops.device.operators import define, derive, refuse_derivative
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "derive",
     "goes_direct",
     "has_values",
+    "is_batched",
     "is_hopper",
     "is_watched",
     "log_choice",

@@ -28,6 +28,7 @@ _grad_mode = torch.is_grad_enabled
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state
+_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class Repeated:
@@ -128,7 +129,8 @@ def goes_direct(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors may run its kernels without the registered operator, which costs 10 to 15 us.
 
     The operator is for those who look at a call from outside: see `is_watched`, and autograd and tensor subclasses. It also
-    resolves lazy negation (`torch.imag` of a conjugate), which a kernel would not see.
+    resolves lazy negation (`torch.imag` of a conjugate), which a kernel would not see, and takes many upstream gradients at
+    once (`is_grads_batched`) one by one.
     """
     grad = torch.is_grad_enabled()
     return are_plain(*tensors) and not (grad and any(t is not None and t.requires_grad for t in tensors))
@@ -136,7 +138,14 @@ def goes_direct(*tensors: Tensor | None) -> bool:
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """`goes_direct` for code that records its own derivative (`torch.autograd.Function`)."""
-    return not is_watched() and all(t is None or (type(t) in _PLAIN and not t.is_neg()) for t in tensors)
+    return not is_watched() and all(
+        t is None or (type(t) in _PLAIN and not t.is_neg() and not _batched(t)) for t in tensors
+    )
+
+
+def is_batched(*tensors: Tensor | None) -> bool:
+    """Whether one of these stands for many (`is_grads_batched`, jacobian(vectorize=True))."""
+    return not torch.compiler.is_compiling() and any(t is not None and _batched(t) for t in tensors)
 
 
 def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...], training: bool = False) -> Key | None:
@@ -154,7 +163,7 @@ def call_key(tensors: Iterable[Tensor | None], options: tuple[object, ...], trai
         for t in tensors:
             if t is None:
                 key.append(None)
-            elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or t.is_neg():
+            elif type(t) not in _PLAIN or not (t.is_cuda or KEY_ANY_DEVICE) or t.is_neg() or _batched(t):
                 return None
             else:
                 recorded = grad and t.requires_grad

@@ -61,6 +61,15 @@ def test_second_derivative_is_refused_clearly() -> None:
         dk.sum().backward()
 
 
+def test_many_upstream_gradients_at_once_are_refused_clearly() -> None:
+    x = make_inputs(0, T=20, K=8).requires_grad_()
+    out = {n: kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl=n).output for n in ("chunkwise", "reference")}
+    with pytest.raises(NotImplementedError, match=r"one by one, or impl='reference'"):
+        torch.autograd.grad(out["chunkwise"], x.q, torch.stack([x.do, x.do]), is_grads_batched=True)
+    (both,) = torch.autograd.grad(out["reference"], x.q, torch.stack([x.do, 2 * x.do]), is_grads_batched=True)
+    assert torch.allclose(both[1], 2 * both[0]), "the remedy works"
+
+
 def test_no_gate_equals_zero_log_decay_and_needs_no_gate_gradient() -> None:
     x = make_inputs(5, T=70, H=1, K=16, gate=None, decay="zero")
     assert bool((x.g == 0).all())

@@ -109,26 +109,35 @@ if INTERPRETED:
     def test_what_the_forward_keeps_changes_time_and_memory_only(log: list[str], name: str) -> None:
         """`recompute=False`: the same states and gradients, without preparing chunks again; output to rounding, because M T
         stands where M and T did."""
-        sizes: dict[bool | None, int] = {}
+        sizes: dict[bool, int] = {}
         results = {}
-        for recompute in (None, True, False):
-            for seed in range(3):
-                x = inputs(seed, **CASES[name])
+        for recompute, calls in ((True, 1), (False, 3)):
+            for _ in range(calls):
+                x = inputs(3, **CASES[name])
                 held: list[int] = []
                 with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]  # noqa: B023
                     out = call(x, recompute=recompute)
                 named = x.tensors()
                 log.clear()
                 found = torch.autograd.grad(loss(x, out), list(named.values()))
-                prepared = [n for n in log if "prepare" in n]
-                assert len(prepared) == (0 if recompute is False else 1)
-            assert taped(log)
+                assert len([n for n in log if "prepare" in n]) == recompute
             results[recompute] = {"o": out.output.detach(), **dict(zip(named, found, strict=True))}
             sizes[recompute] = sum(held)
-        same(results[None], results[True])
-        assert sizes[None] == sizes[True] < sizes[False]
+        assert taped(log)
+        assert sizes[True] < sizes[False]
         for n, want in results[True].items():
             assert torch.allclose(results[False][n], want, rtol=1e-5, atol=1e-6 * float(want.abs().max())), n
+
+    def test_nothing_is_kept_unless_asked_for(log: list[str]) -> None:
+        x = inputs()
+        call(x)
+        assert "keep_kernel" not in log
+        with torch.no_grad():
+            call(x, recompute=False)
+        call(x, recompute=False, state_positions=torch.tensor([3]))
+        assert "keep_kernel" not in log
+        call(x, recompute=False)
+        assert "keep_kernel" in log
 
     def test_upstream_gradients_of_any_strides(log: list[str]) -> None:
         """Transposed, and the expanded number behind a sum; what is no plain row is copied first, and then repeated too."""
@@ -202,6 +211,16 @@ if INTERPRETED:
 
         got, want = trained(log, inputs, use)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+    def test_many_upstream_gradients_at_once_are_taken_one_by_one(log: list[str]) -> None:
+        for seed in range(4):
+            x = inputs(seed)
+            o, leaves = call(x).output, [x.q, x.v, x.initial_state]
+            one = torch.autograd.grad(o, leaves, x.do, retain_graph=True)
+            two = torch.autograd.grad(o, leaves, -x.do, retain_graph=True)
+            both = torch.autograd.grad(o, leaves, torch.stack([x.do, -x.do]), is_grads_batched=True)
+            assert all(torch.equal(b, torch.stack([p, q])) for b, p, q in zip(both, one, two, strict=True))
+        assert CALLS.replays and BACKWARDS.replays
 
     def test_a_second_derivative_is_refused(log: list[str]) -> None:
         for seed in range(3):

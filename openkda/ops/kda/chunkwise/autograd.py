@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openkda.ops.device.api import no_autocast
+from openkda.ops.device.api import is_batched, no_autocast
 from openkda.ops.kda.chunkwise.forward import Settings, Tokens
 from openkda.ops.kda.chunkwise.plan import make_plan
 from openkda.ops.kda.chunkwise.segments import Saved, block_backward, block_forward
@@ -32,6 +32,11 @@ class Chunkwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
+        if is_batched(do, dS):
+            raise NotImplementedError(
+                "kda: many upstream gradients at once (is_grads_batched, jacobian(vectorize=True)) are not implemented; "
+                "take one by one, or impl='reference'"
+            )
         tensors = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
         t, rest = Tokens(*tensors[:7]), iter(tensors[7:])
         saved: list[Saved] = [[(next(rest), next(rest)) for _ in block.segments()] for block in ctx.blocks]
