@@ -2,7 +2,8 @@
 
 Such keys, where nothing is forgotten, write what almost cancels: over a chunk the u_j sum up to one of them. In float16 every
 row of Kh is wrong in its own direction, which no later key reads, and that adds up. With w_j = k_last . k_j 2^(G_64 - G_j),
-which is row `last` of L, u_last = beta (r_last - sum_j<last w_j u_j), and therefore exactly, for any vector c and w_last = 1 / beta,
+which is row `last` of L, u_last = beta (r_last - sum_j<last w_j u_j), and therefore exactly, for any vector c and
+w_last = 1 / beta,
 
     S = 2^G_64 S + Kh^T U = 2^G_64 S + c r_last^T + (Kh - w c^T)^T U
 

@@ -171,7 +171,7 @@ def gate_partition(
             )
             turn += 1
         for c in range(chunks):
-            if VARLEN:
+            if VARLEN:  # noqa: SIM102 (a constant)
                 if c == gl.maximum(chunks - DRAW, 0):
                     drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
             if c == gl.maximum(chunks - DRAW + 1, 0):
