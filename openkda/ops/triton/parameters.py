@@ -132,13 +132,15 @@ class Maps(dict[int, bytes]):
 
 
 class _Kernel(NamedTuple):
-    """One launch. cells: of each parameter its bytes, or the place of an address, or (place, its `Maps`)."""
+    """One launch. cells: of each parameter its bytes, or the place of an address, or (place, its `Maps`). ready: what keeps the
+    function alive."""
 
     function: int
     grid: tuple[int, int, int]
     threads: int
     shared: int
     cells: list[bytes | int | tuple[int, Maps]]
+    ready: Any
 
 
 class Parameters:
@@ -249,4 +251,4 @@ def kernel_of(one: Any, places: Sequence[int], driver: Driver) -> _Kernel | None
     scratch = len(found) - len(sizes)
     if scratch not in (0, 1, 2) or found != sizes + [8] * scratch or not any(isinstance(c, int) for c in cells):
         return None
-    return _Kernel(ready.function, one.grid, 32 * warps, shared, cells + [_SCRATCH] * scratch)
+    return _Kernel(ready.function, one.grid, 32 * warps, shared, cells + [_SCRATCH] * scratch, ready)
