@@ -153,6 +153,8 @@ def gate_partition(
     sent2 = 0
     word = gl.arange(0, 4, layout=LENTRY)
     beta = _load_beta(beta_ptr, row0, length, hv, HV)
+    rate = gl.load(a_log_ptr + hv)  # the next chain's are on their way before it begins
+    bias = gl.load(dt_ptr + hv * 128 + chan)
     announce(entry, places, 0)
     st = 0
     phase = 0
@@ -160,8 +162,8 @@ def gate_partition(
     rounds = 0
     turn = 1
     while length >= 0:
-        c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
-        c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
+        c1 = -_rate(rate.to(gl.float32)) * LOG2E
+        c2_s.store(bias.to(gl.float32) * c1)
         chunks = (length + 63) // 64
         if chunks == 0:
             if VARLEN:
@@ -170,6 +172,8 @@ def gate_partition(
                 ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN
             )
             turn += 1
+            rate = gl.load(a_log_ptr + hv_n)
+            bias = gl.load(dt_ptr + hv_n * 128 + chan)
         for c in range(chunks):
             if VARLEN:  # noqa: SIM102 (a constant)
                 if c == gl.maximum(chunks - DRAW, 0):
@@ -179,6 +183,8 @@ def gate_partition(
                     ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN
                 )
                 turn += 1
+                rate = gl.load(a_log_ptr + hv_n)
+                bias = gl.load(dt_ptr + hv_n * 128 + chan)
             n = length - c * 64
             last = c + 1 == chunks
             row = gl.where(last, row_n, row0 + (c + 1) * 64)
