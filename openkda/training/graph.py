@@ -8,6 +8,7 @@ empty ones, to a power of two. Its memory is its own (all graphs share one pool)
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ log = logging.getLogger("openkda.training")
 
 WARM_UP = 4
 """Calls before a capture: kernels are compiled by the first, repeated calls are recorded by the second and third."""
+
+WARM_IN_POOL = False
 
 MOST = 16
 """Graphs; batches of still other sizes go without one."""
@@ -66,6 +69,7 @@ class GraphedGradients:
         self.device = next(model.parameters()).device
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
+        self._memory: Any = None
 
     def takes(self, batch: Batch) -> bool:
         """Whether there is a graph for this size, or room for one more."""
@@ -93,7 +97,7 @@ class GraphedGradients:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # empties the cache first
             loss = self._run(batch)
-        self._pool = graph.pool()
+        self._pool = self._pool or graph.pool()
         log.info("training: a CUDA graph for %d tokens in up to %d documents", ids.numel(), cu.numel() - 1)
         return _Graph(graph, batch, loss)
 
@@ -104,7 +108,7 @@ class GraphedGradients:
         here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(here)
         try:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side), self._in_pool():
                 for _ in range(WARM_UP):
                     self._run(batch)
         finally:
@@ -112,6 +116,15 @@ class GraphedGradients:
             for p, kept in zip(parameters, before, strict=True):
                 if p.grad is not None:
                     p.grad.zero_() if kept is None else p.grad.copy_(kept)
+
+    def _in_pool(self) -> AbstractContextManager[Any]:
+        """The warm-up takes the memory that the capture will take: otherwise a second size needs that of two steps."""
+        if not WARM_IN_POOL:
+            return nullcontext()
+        if self._memory is None:
+            self._memory = torch.cuda.MemPool()
+            self._pool = self._memory.id
+        return torch.cuda.use_mem_pool(self._memory, self.device)
 
     def _run(self, batch: Batch) -> Tensor:
         loss = token_loss(self.model, batch, dtype=self.dtype) / self.parts
