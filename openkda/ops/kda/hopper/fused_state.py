@@ -23,8 +23,8 @@ from openkda.ops.kda.hopper.state import (
     ACC_T,
     S128,
     _last_token,
+    _output,
     _row_scale,
-    _stage_output,
     _state_offsets,
     _values,
     _write_output,
@@ -123,7 +123,7 @@ def fused_state_partition(
                 o = warpgroup_mma_wait(0, deps=[o])
                 mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
                 out = k_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
-                _stage_output(o, inv, out)
+                out.permute((1, 0)).store(_output(o, inv))
                 if APART:
                     s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
                     if are_near(near_s.index(st), n):

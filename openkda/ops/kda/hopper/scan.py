@@ -27,8 +27,8 @@ from openkda.ops.kda.hopper.state import (  # fmt: skip
     ACC_T,
     S128,
     _last_token,
+    _output,
     _row_scale,
-    _stage_output,
     _state_offsets,
     _values,
     _write_output,
@@ -161,8 +161,7 @@ def scan_partition(
             _fetch_values(v_desc, v_full, v_s, row0, col0, 0, True)
             _fetch_values(v_desc, v_full, v_s, row0 + 64, col0, 1, chunks > 1)
             mbarrier.wait(v_full.index(0), 0)
-        o = zero
-        old = inv
+        out = zero.to(gl.bfloat16)  # no accumulator: of one ptxas would wait for R before it is read
         s, a, sc, inv = _enter(s, inv, v_s.index(0), length, VALUES)
         for c in range(chunks):
             st = c & 1
@@ -173,7 +172,7 @@ def scan_partition(
             if OUTPUT:  # noqa: SIM102 (a constant: the copy without it is not compiled)
                 if c > 0:
                     v_p = v_s.index((c - 1) & 3)
-                    _stage_output(o, old, v_p)
+                    v_p.permute((1, 0)).store(out)
                     _write_output(o_desc, o_ptr, v_p, row0 + (c - 1) * 64, col0, 64, HV)
             r = warpgroup_mma_wait(0, deps=[r])
             r = _values(v_c) * gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None] - r if VALUES else -r
@@ -203,6 +202,7 @@ def scan_partition(
                 s, a_next, sc, inv = _enter(s, inv, v_s.index((c + 1) & 3), length - (c + 1) * 64, VALUES)
             if OUTPUT:
                 o = warpgroup_mma_wait(0, deps=[o])
+                out = _output(o, old)
                 tma.store_wait(0)  # the output of chunk c - 1: its tile is free
             a = a_next
             gl.thread_barrier()
@@ -212,7 +212,7 @@ def scan_partition(
                 _fetch_values(v_desc, v_full, v_s, row0 + (c + 2) * 64, col0, c + 2, c + 2 < chunks)
         if OUTPUT:
             v_p = v_s.index((chunks - 1) & 3)
-            _stage_output(o, old, v_p)
+            v_p.permute((1, 0)).store(out)
             _write_output(o_desc, o_ptr, v_p, row0 + (chunks - 1) * 64, col0, length - (chunks - 1) * 64, HV)
             tma.store_wait(0)
     if STATE_OUT:

@@ -55,10 +55,9 @@ def _state_offsets(index, half):
 
 
 @gluon.jit
-def _stage_output(o, inv, v_s):
-    """Unscales a chunk's output and puts it where its values were."""
-    o = o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]
-    v_s.permute((1, 0)).store(o.to(v_s.dtype))
+def _output(o, inv):
+    """A chunk's output without its rows' powers of two."""
+    return (o * gl.convert_layout(inv, gl.SliceLayout(1, ACC_T))[:, None]).to(gl.bfloat16)
 
 
 @gluon.jit
