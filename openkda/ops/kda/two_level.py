@@ -15,6 +15,7 @@ stretches that do not lie in one memory, as under context parallelism: a rank se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,13 +59,26 @@ def kda_stretch(
     return Stretch(own, ends(v.new_zeros(*v.shape[:3], K), identity))
 
 
-def entering_states(stretches: list[Stretch], initial_state: Tensor | None = None) -> list[Tensor]:
+def entering_states(stretches: Sequence[Stretch], initial_state: Tensor | None = None) -> list[Tensor]:
     """Level 2: the states that enter the P stretches, in order, and the one that leaves the last (P + 1 of them).
 
     Products are float64, whatever torch is told about float32 products: P of them, none of it in proportion to the tokens.
+    Raises: ValueError or TypeError for stretches and a state that are not of the same sequences.
     """
-    state = torch.zeros_like(stretches[0].own) if initial_state is None else initial_state
-    states = [state]
+    if not stretches:
+        raise ValueError("stretches: expected at least one, received none")
+    first = stretches[0].own
+    N, HV, K, V = first.shape
+    named = [(f"stretches[{i}].own", s.own, (N, HV, K, V)) for i, s in enumerate(stretches)]
+    named += [(f"stretches[{i}].transition", s.transition, (N, HV, K, K)) for i, s in enumerate(stretches)]
+    if initial_state is not None:
+        named.append(("initial_state", initial_state, (N, HV, K, V)))
+    for name, t, shape in named:  # a product would spread what is smaller
+        if t.shape != shape:
+            raise ValueError(f"{name}.shape: expected {list(shape)}, received {list(t.shape)}")
+        if t.dtype != first.dtype:
+            raise TypeError(f"{name}.dtype: expected {first.dtype}, received {t.dtype}")
+    states = [torch.zeros_like(first) if initial_state is None else initial_state]
     for own, transition in stretches:
         states.append((transition.double() @ states[-1].double() + own.double()).to(own.dtype))
     return states

@@ -78,6 +78,29 @@ def test_members_of_a_pack() -> None:
         )
 
 
+def test_states_of_other_sequences_are_refused() -> None:
+    """Torch would spread one state over all of them."""
+    x = make_inputs(5, B=3, T=9, H=2, K=8, V=16)
+    three, one = (kda_stretch(x.k[:n], x.v[:n], x.g[:n], x.beta[:n], gate=x.gate) for n in (3, 1))
+    S = torch.zeros(3, 2, 8, 16)
+    for stretches, state, error, message in [
+        ([], None, ValueError, "at least one"),
+        (
+            [three, one],
+            None,
+            ValueError,
+            r"stretches\[1\].own.shape: expected \[3, 2, 8, 16\], received \[1, 2, 8, 16\]",
+        ),
+        ([three], S[:1], ValueError, r"initial_state.shape: expected \[3, 2, 8, 16\], received \[1, 2, 8, 16\]"),
+        ([three], S[0], ValueError, "initial_state.shape"),
+        ([three], S[..., :1], ValueError, "initial_state.shape"),
+        ([three], S.double(), TypeError, "initial_state.dtype: expected torch.float32, received torch.float64"),
+    ]:
+        with pytest.raises(error, match=message):
+            entering_states(stretches, state)
+    assert len(entering_states((three, three), S)) == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shift", [-6.0, 0.0])
