@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,12 @@ def test_size_ceilings(path: Path) -> None:
             body = node.body[1:] if doc is not None and len(node.body) > 1 else node.body
             length = (body[-1].end_lineno or 0) - body[0].lineno + 1
             assert length <= function_limit, f"{path.name}:{node.name} has {length} lines, limit {function_limit}"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by these: two of one name, and it collects nothing."""
+    names = [p.stem for p in (ROOT / "tests").rglob("*.py") if p.stem != "conftest"]
+    assert not [n for n, count in Counter(names).items() if count > 1]
 
 
 def test_no_kwargs_on_public_ops() -> None:
