@@ -2,8 +2,13 @@
 
     q, k, g  ->  Kt, Qt, Kh, three quarters of T and M, decay        (workspace: 60.5 KB a chunk and head)
 
-Eight more token tensors of traffic than the fused kernel, but the factors, which are what limits that one, use every SM
-however few the heads.
+    SM     program | g, q, k come | gates, sums, norms | scaled rows, scores | inversion |
+           program       | g, q, k come | gates, sums, norms | scaled rows, scores | inversion |
+           program             | g, q, k come | gates, ...
+    leave                                                           Kt, Qt   Kh     T, M
+
+Each program waits for its own copies, and the other two compute meanwhile. Eight more token tensors of traffic than the fused
+kernel, but the factors, which are what limits that one, use every SM however few the heads.
 """
 
 from __future__ import annotations

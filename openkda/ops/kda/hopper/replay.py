@@ -3,6 +3,10 @@
 The algebra is that of `scan.py` without outputs. A CTA per (sequence, head), two warpgroups of 64 value channels each, leaves
 U of every token and the state that enters every chunk, as float16 with powers of two (`triton/replay.py` says why).
 Both leave by the copy engine: the state is staged while R is multiplied, U where its values were while the state is updated.
+
+    tensor    R .............. | U ....... | S ............. | R of c + 1
+    threads   S to float16     | decay S   | U to float16   scale S for c + 1
+    copies    S leaves           operands of c + 1, values of c + 2 come   U leaves
 """
 
 from __future__ import annotations

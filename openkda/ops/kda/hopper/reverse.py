@@ -8,6 +8,10 @@ the same products as the forward's, transposed as there, so one row of the state
 operands carry a power of two a row. With |k| = 1 and beta <= 1 neither E nor dD exceeds 12 times the larger of that row
 and 64 times scale do, which leaves float16 room (`row_scale`). dD is the gradient of v. It leaves dD of every token and dS'
 of every chunk as `replay.py` leaves U and S.
+
+    tensor    M^T do, Kh dS' | T^T E     | Qt^T do, Kt^T dD ...... | of chunk c - 1
+    threads   dS' to float16 | decay dS  | dD to float16   scale dS for c - 1
+    copies    dS' leaves       operands of c - 1, do of c - 2 come   dD leaves
 """
 
 from __future__ import annotations

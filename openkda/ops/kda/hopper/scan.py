@@ -3,6 +3,12 @@
 scan   a CTA per (sequence, head), two state warpgroups     v, workspace -> o, final state
        and a loading warp, two stages
 ends   the same without outputs, twice side by side         workspace -> end state and transition of every segment
+
+A state warpgroup's chunk c; only R, U and S are in the chain from state to state:
+
+    tensor    R .......... U ....... S ....... O ............... | R of c + 1
+    threads   output c-1   decay S   U         scale S for c+1   |
+    copies    operands of c + 1, values of c + 2 come; the output of c - 1 leaves
 """
 
 from __future__ import annotations
