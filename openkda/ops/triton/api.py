@@ -11,6 +11,7 @@ from openkda.ops.triton.ahead import compile_ahead, first_of_kind, plan, plannin
 from openkda.ops.triton.launch import (
     QUICK,
     Tape,
+    as_taken,
     ceil_div,
     dense,
     launch,
@@ -34,6 +35,7 @@ __all__ = [
     "LOG2E",
     "QUICK",
     "Tape",
+    "as_taken",
     "ceil_div",
     "compile_ahead",
     "decay_rate",

@@ -91,16 +91,19 @@ def launch(
     """
     index = device.index
     if planning.jobs is None and device.type == "cuda" and index != torch.cuda.current_device():
+        numbers = as_taken(kernel, len(tensors) + len(steps), numbers)
         with torch.cuda.device(device):
             kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)
         return
     traits = tuple([None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors])
     key = (id(kernel), num_warps, index, traits, steps, constants)
     if planning.jobs is not None:
+        numbers = as_taken(kernel, len(tensors) + len(steps), numbers)
         plan(key, kernel, (*tensors, *steps, *numbers, *constants), num_warps=num_warps)
         return
     ready = _compiled.get(key)
     if ready is None:
+        numbers = as_taken(kernel, len(tensors) + len(steps), numbers)
         ready = kernel[(programs,)](*tensors, *steps, *numbers, *constants, num_warps=num_warps)
         if ready is not None:  # the interpreter compiles nothing
             if len(_compiled) >= _MOST:
@@ -112,6 +115,20 @@ def launch(
             *_hooks(), *tensors, *steps, *numbers, *constants,
         )  # fmt: skip
     note(ready, (programs, 1, 1), (), tensors, (*steps, *numbers, *constants))
+
+
+def as_taken(kernel: Any, before: int, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
+    """numbers as a kernel shall be compiled for: floats where it does not ask for integers, which it marks do_not_specialize.
+    before: its parameters in front of them.
+
+    Whoever gives a scale of 1 means 1.0. Of an integer 1 Triton makes a constant, of another one an integer parameter, and the
+    binary would stand for calls with every other scale. Once compiled for a float it takes integers too.
+    """
+    taken = getattr(kernel, "params", None)  # the interpreter's kernels have none, nor a binary
+    if taken is None:
+        return numbers
+    both = zip(numbers, taken[before : before + len(numbers)], strict=True)
+    return tuple([n if p.do_not_specialize else float(n) for n, p in both])
 
 
 def note(

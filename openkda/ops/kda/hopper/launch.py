@@ -40,7 +40,7 @@ from openkda.ops.kda.hopper.schedule import (
 )
 from openkda.ops.kda.triton.launch import plans as portable_plans
 from openkda.ops.kda.triton.launch import readable
-from openkda.ops.triton.api import compile_ahead, enter, first_of_kind, note, plan, planning
+from openkda.ops.triton.api import as_taken, compile_ahead, enter, first_of_kind, note, plan, planning
 
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -237,14 +237,16 @@ def _launch(
     addresses = [x.data_ptr() for x in pointers]
     traits = [(x.dtype, a % 16 == 0) for x, a in zip(pointers, addresses, strict=True)]
     key = (id(kernel), index, sizes, constants, *traits)
+    before = len(descriptors) + len(pointers) + len(sizes)
     if planning.jobs is not None:
-        arguments = (*descriptors, *pointers, *sizes, *numbers, *constants)
+        arguments = (*descriptors, *pointers, *sizes, *as_taken(kernel, before, numbers), *constants)
         plan(key, kernel, arguments, **(_OPTIONS | options))
         return
     ready = _compiled.get(key)
     if ready is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
+        numbers = as_taken(kernel, before, numbers)
         ready = kernel[grid](*descriptors, *pointers, *sizes, *numbers, *constants, **(_OPTIONS | options))
         _compiled[key] = ready
     else:
