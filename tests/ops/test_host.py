@@ -261,6 +261,39 @@ def test_whatever_a_launch_depends_on_is_part_of_the_key(log: Card, change: dict
     assert got == named(log, arguments, kda(**arguments))
 
 
+WHOLE_NUMBERS: dict[str, tuple[Callable[..., Any], Callable[[float], dict[str, Any]], tuple[float, ...]]] = {
+    "scale": (kda, lambda n: prefill(scale=n), (1, 0.5, 2)),
+    "scale of few tokens": (kda, lambda n: prefill(T=2, scale=n), (1, 0.5, 2)),
+    "scale of a step": (kda_step, lambda n: {**step(True), "scale": n}, (1, 0.5, 2)),
+    "bound": (kda, lambda n: prefill(gate=BoundedGate(n, z(H, dtype=F32))), (-5, -4.5, -1)),
+    "scale of a block": (kda_block, lambda n: {**block(), "scale": n}, (1, 0.5, 2)),
+    "eps of a block": (
+        kda_block,
+        lambda n: {**(x := block()), "weights": dataclasses.replace(x["weights"], norm_eps=n)},
+        (1, 0.5, 0),
+    ),
+    "eps": (rms_norm, lambda n: {"x": z(9, 64), "weight": z(64), "eps": n, "impl": "triton"}, (1, 1e-5, 0)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_a_number_without_a_fraction_is_no_constant(log: Card, name: str) -> None:
+    """Of an integer 1 Triton makes a constant of the binary, which calls with other numbers share; what a kernel is handed is
+    what it would get as the first call of all, through Triton and from tapes."""
+    op, make, numbers = WHOLE_NUMBERS[name]
+    runs: list[list[Any]] = []
+    for n in (*numbers, *map(float, numbers)):
+        for _ in range(4):
+            log.launches.clear()
+            arguments = make(n)
+            runs.append(named(log, arguments, op(**arguments)))
+    half = len(runs) // 2
+    assert runs[:half] == runs[half:]
+    assert len({str(r) for r in runs}) == len(numbers)
+    assert len(log.kernels) == len(runs[0]) and not any(k.src.signature[p] == "constexpr" for k in log.kernels for p in (
+        "scale", "bound", "eps", "norm_eps") if p in k.src.signature)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "change, error",
     [
