@@ -47,9 +47,6 @@ def test_a_model_has_nothing_left_to_compile(packed: bool, monkeypatch: pytest.M
     pytest.importorskip("triton")
     from triton import knobs
 
-    from openkda.ops.triton import ahead
-
-    monkeypatch.setattr(ahead, "ENABLED", True)
     config = K3.replace(packed_experts=packed)
     warmup(config)
     compiled: list[object] = []
@@ -81,7 +78,7 @@ def test_nothing_is_left_to_compile(heads: int, monkeypatch: pytest.MonkeyPatch)
 
     from openkda.ops.triton import ahead
 
-    monkeypatch.setattr(ahead, "ENABLED", True)
+    monkeypatch.setattr(ahead, "ENABLED", heads == 96)  # kernels by sizes; of few heads these calls take one schedule
     config = PRESETS["kimi-k3"].replace(
         kda_num_heads=heads, hidden_size=64, num_hidden_layers=1, kda_layers=(1,), full_attn_layers=(), num_experts=None,
         attn_res_block_size=None,
