@@ -44,8 +44,8 @@ class GatedMLA(SequenceLayer):
         self.largest_logits: Tensor | None = None  # [H]
         self.heads, self.kv_lora_rank = config.num_attention_heads, config.kv_lora_rank
         hidden, shared, eps = config.hidden_size, config.qk_rope_head_dim, config.mla_norm_eps
-        queries = self.heads * (config.qk_nope_head_dim + shared)
-        values = self.heads * config.v_head_dim
+        self.q_dim, self.v_dim = config.qk_nope_head_dim + shared, config.v_head_dim
+        queries, values = self.heads * self.q_dim, self.heads * self.v_dim
 
         self.low_rank_q = config.q_lora_rank is not None
         if config.q_lora_rank is not None:

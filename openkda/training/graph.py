@@ -1,14 +1,16 @@
 """Gradients of a micro-batch replayed from a CUDA graph: one call of the host instead of some thousand.
 
 A step of the 100 M model has 1,750 launches forward and backward. On an H200's host they took 108 ms, the GPU 84: it waited.
-A graph holds the launches of one size of batch, so everything whose number changes is padded: the documents of a batch, by
-empty ones, to a power of two. Its memory is its own (all graphs share one pool), and so are the gradients it adds to.
+A graph holds the launches of one size of batch, so what changes from batch to batch is padded: documents, by empty ones, to
+what an earlier graph has room for, else to twice their number and more. Its memory is its own (all graphs share one pool;
+while a second one is captured two steps' memory is needed), and so are the gradients it adds to.
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from openkda.layers.mla import GatedMLA
 from openkda.layers.moe import SparseMoE
 from openkda.models.hybrid import HybridLM
+from openkda.ops.mla.api import reads_packs
 from openkda.ops.packing.api import declare_longest
 from openkda.training.batches import Batch
 from openkda.training.evaluate import token_loss
@@ -29,13 +33,11 @@ log = logging.getLogger("openkda.training")
 WARM_UP = 4
 """Calls before a capture: kernels are compiled by the first, repeated calls are recorded by the second and third."""
 
-WARM_IN_POOL = False
-
 MOST = 16
 """Graphs; batches of still other sizes go without one."""
 
 
-def graph_refusals(model: HybridLM, options: TrainOptions, device: torch.device) -> list[str]:
+def graph_refusals(model: HybridLM, options: TrainOptions, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Why the steps of a run are launched one by one; empty when they can be replayed."""
     reasons = []
     if device.type != "cuda":
@@ -46,6 +48,8 @@ def graph_refusals(model: HybridLM, options: TrainOptions, device: torch.device)
         reasons.append("recompute looks at the random state, which a capture may not")
     if any(isinstance(m, SparseMoE) for m in model.modules()):
         reasons.append("experts count their tokens in fresh memory")
+    widths = [(m.q_dim, m.v_dim) for m in model.modules() if isinstance(m, GatedMLA)]
+    reasons += {f"attention: {r}" for q, v in widths for r in reads_packs(dtype, q, v)}
     if options.qk_clip is not None:
         reasons.append("qk_clip reads how long each document is")
     return reasons
@@ -69,16 +73,21 @@ class GraphedGradients:
         self.device = next(model.parameters()).device
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
-        self._memory: Any = None
 
     def takes(self, batch: Batch) -> bool:
         """Whether there is a graph for this size, or room for one more."""
-        return _size(batch) in self._graphs or len(self._graphs) < MOST
+        return self._size(batch) in self._graphs or len(self._graphs) < MOST
+
+    def _size(self, batch: Batch) -> tuple[int, int]:
+        """(tokens, documents that there is room for)."""
+        tokens, documents = batch.input_ids.numel(), batch.cu_seqlens.numel() - 1
+        fitting = [room for known, room in self._graphs if known == tokens and room >= documents]
+        return tokens, min(fitting, default=1 << (2 * documents - 1).bit_length())
 
     def __call__(self, batch: Batch) -> Tensor:
         """batch: on the host. The loss is overwritten by the next call. Raises RuntimeError, with the gradients as they were,
         where something cannot be captured."""
-        key = _size(batch)
+        key = self._size(batch)
         padded = _padded(batch, key[1])
         found = self._graphs.get(key)
         if found is None:
@@ -97,7 +106,7 @@ class GraphedGradients:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # empties the cache first
             loss = self._run(batch)
-        self._pool = self._pool or graph.pool()
+        self._pool = graph.pool()
         log.info("training: a CUDA graph for %d tokens in up to %d documents", ids.numel(), cu.numel() - 1)
         return _Graph(graph, batch, loss)
 
@@ -108,23 +117,16 @@ class GraphedGradients:
         here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(here)
         try:
-            with torch.cuda.stream(side), self._in_pool():
-                for _ in range(WARM_UP):
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP - 1):
+                    self._run(batch)
+                with _no_waiting():
                     self._run(batch)
         finally:
             here.wait_stream(side)
             for p, kept in zip(parameters, before, strict=True):
                 if p.grad is not None:
                     p.grad.zero_() if kept is None else p.grad.copy_(kept)
-
-    def _in_pool(self) -> AbstractContextManager[Any]:
-        """The warm-up takes the memory that the capture will take: otherwise a second size needs that of two steps."""
-        if not WARM_IN_POOL:
-            return nullcontext()
-        if self._memory is None:
-            self._memory = torch.cuda.MemPool()
-            self._pool = self._memory.id
-        return torch.cuda.use_mem_pool(self._memory, self.device)
 
     def _run(self, batch: Batch) -> Tensor:
         loss = token_loss(self.model, batch, dtype=self.dtype) / self.parts
@@ -160,10 +162,15 @@ class GraphedUpdate:
         self.optimizer.zero_grad(keep=True)
 
 
-def _size(batch: Batch) -> tuple[int, int]:
-    """(tokens, documents rounded up to a power of two)."""
-    documents = batch.cu_seqlens.numel() - 1
-    return batch.input_ids.numel(), 1 << (documents - 1).bit_length()
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """RuntimeError where the host waits for the GPU: found here, and not in a capture, from which not every driver recovers."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _padded(batch: Batch, documents: int) -> Batch:

@@ -57,7 +57,7 @@ class Trainer:
         self.clip = None if options.qk_clip is None else QKClip(model, options.qk_clip)
         self.graphed: GraphedGradients | None = None
         self.graphed_update: GraphedUpdate | None = None
-        if not graph_refusals(model, options, self.device):
+        if not graph_refusals(model, options, dtype, self.device):
             self.graphed = GraphedGradients(model, dtype=dtype, parts=options.accumulate, longest=options.seq_len)
             self.graphed_update = GraphedUpdate(self.optimizer)
         self._ahead: tuple[int, Batch] | None = None  # a step, and its first micro-batch

@@ -19,7 +19,7 @@ from openkda.ops.mla import absorbed, expanded, packed
 from openkda.ops.mla.call import MLACall
 from openkda.ops.packing.api import check_cu_seqlens
 
-__all__ = ["IMPLEMENTATIONS", "mla"]
+__all__ = ["IMPLEMENTATIONS", "mla", "reads_packs"]
 
 IMPLEMENTATIONS = ("expanded", "absorbed")
 
@@ -76,6 +76,12 @@ def mla(
     else:
         o = _run(call.in_float32() if narrow and not q.is_cuda else call, impl)
     return o if fp32_output else o.to(q.dtype)
+
+
+def reads_packs(dtype: torch.dtype, q_dim: int, v_dim: int) -> list[str]:
+    """Why a pack of such queries is, on a GPU, cut up at offsets that the host reads, one call a sequence; empty when it is one
+    call that waits for nothing."""
+    return packed.form_refusals(dtype, q_dim, v_dim)
 
 
 def _run(call: MLACall, impl: str | None) -> Tensor:

@@ -42,12 +42,16 @@ def by_sequence(call: MLACall, dense: Dense) -> Tensor:
 
 def varlen_refusals(call: MLACall) -> list[str]:
     """Why torch's varlen attention cannot take this call (empty: it can)."""
+    reasons = ["it is a CUDA kernel"] if not call.q.is_cuda else []
+    return reasons + form_refusals(call.q.dtype, call.q.shape[-1], call.v_dim)
+
+
+def form_refusals(dtype: torch.dtype, q_dim: int, v_dim: int) -> list[str]:
+    """What speaks against it on a GPU."""
     reasons = []
-    if not call.q.is_cuda:
-        reasons.append("it is a CUDA kernel")
-    if call.q.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"it wants 16-bit inputs, not {call.q.dtype}")
-    if max(call.q.shape[-1], call.v_dim) > 256:
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"it wants 16-bit inputs, not {dtype}")
+    if max(q_dim, v_dim) > 256:
         reasons.append("head dims above 256")
     if _varlen_attn() is None:
         reasons.append(f"torch {torch.__version__} has no torch.nn.attention.varlen (2.10 has)")
