@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,11 +90,12 @@ class GraphedGradients:
         key = self._size(batch)
         padded = _padded(batch, key[1])
         found = self._graphs.get(key)
-        if found is None:
-            found = self._graphs[key] = self._captured(padded)
-        else:
-            _fill(found.batch, padded)
-        found.graph.replay()
+        with _current(self.device):
+            if found is None:
+                found = self._graphs[key] = self._captured(padded)
+            else:
+                _fill(found.batch, padded)
+            found.graph.replay()
         return found.loss
 
     def _captured(self, padded: Batch) -> _Graph:
@@ -139,8 +140,8 @@ class GraphedUpdate:
     """The optimizer's step, and gradients of zero behind it, as one CUDA graph from the fourth call on: the first makes the
     parameters' states. The gradients have to lie where they lay."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer, self.device = optimizer, device
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -149,17 +150,22 @@ class GraphedUpdate:
         if self._graph is None and self._calls < WARM_UP:
             self._run()
             return
-        if self._graph is None:
-            self.optimizer.make_capturable()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._run()
-            self._graph = graph
-        self._graph.replay()
+        with _current(self.device):
+            if self._graph is None:
+                self.optimizer.make_capturable()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self._run()
+                self._graph = graph
+            self._graph.replay()
 
     def _run(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(keep=True)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Trainer:
         self.graphed_update: GraphedUpdate | None = None
         if not graph_refusals(model, options, dtype, self.device):
             self.graphed = GraphedGradients(model, dtype=dtype, parts=options.accumulate, longest=options.seq_len)
-            self.graphed_update = GraphedUpdate(self.optimizer)
+            self.graphed_update = GraphedUpdate(self.optimizer, self.device)
         self._ahead: tuple[int, Batch] | None = None  # a step, and its first micro-batch
         self.step = self.tokens = 0
         self.last_checkpoint: Path | None = None
