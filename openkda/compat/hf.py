@@ -150,8 +150,8 @@ def _chunk(
     q, k, v = _one_dtype(query, key, value)
     out = kda(
         q, k, v, g, beta,
-        initial_state=_state(initial_state, q), output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        initial_state=_state(initial_state, q), output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens, use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
     )  # fmt: skip
     return out.output.to(query.dtype), out.final_state
 
@@ -174,12 +174,12 @@ def _recurrent(
     state = _state(initial_state, q)
     if query.shape[1] != 1 or state is None or cu_seqlens is not None:
         out = kda(
-            q, k, v, g, beta, initial_state=state, output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel,
+            q, k, v, g, beta, initial_state=state, output_final_state=bool(output_final_state),
+            cu_seqlens=cu_seqlens, use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
         )  # fmt: skip
         return out.output.to(query.dtype), out.final_state
     q, k, v, g, beta = (t.squeeze(1) for t in (q, k, v, g, beta))
-    o, new = kda_step(q, k, v, g, beta, state, use_qk_l2norm=use_qk_l2norm_in_kernel)
+    o, new = kda_step(q, k, v, g, beta, state, use_qk_l2norm=bool(use_qk_l2norm_in_kernel))
     return o.unsqueeze(1).to(query.dtype), new if output_final_state else None
 
 

@@ -332,3 +332,10 @@ def test_one_initial_state_for_all(op: Any) -> None:
     got = op(*tokens(x), initial_state=one, output_final_state=True)
     want = op(*tokens(x), initial_state=torch.stack([one, one]), output_final_state=True)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_flags_may_be_none() -> None:
+    """fla types them Optional; `kda` wants bools."""
+    x = make_inputs(0, T=5, K=8)
+    o, final = fla.chunk_kda(*tokens(x), output_final_state=None, use_qk_l2norm_in_kernel=None)  # type: ignore[arg-type]
+    assert final is None and torch.equal(o, fla.chunk_kda(*tokens(x))[0])

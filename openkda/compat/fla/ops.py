@@ -231,7 +231,7 @@ def _naive(
         state = (state.expand(q.shape[0], *state.shape[-3:]) if one else state).to(wide)
     out = kda(
         *(t.to(wide) for t in (q, k, v, g, beta)), scale=scale, initial_state=state,
-        output_final_state=output_final_state, impl=impl,
+        output_final_state=bool(output_final_state), impl=impl,
     )  # fmt: skip
     return out.output.to(v.dtype), out.final_state
 
@@ -322,9 +322,9 @@ def _kda(
         beta, sigmoid = 2 * torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))), False
     pool = None if slots is None or initial_state is None else initial_state
     return kda(
-        q, k, v, g, beta, gate=gate, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, use_qk_l2norm=l2norm, use_beta_sigmoid=sigmoid, state_indices=slots,
-        state_positions=positions, state_v_first=v_first, recompute=recompute,
+        q, k, v, g, beta, gate=gate, scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens, use_qk_l2norm=bool(l2norm), use_beta_sigmoid=bool(sigmoid), state_indices=slots,
+        state_positions=positions, state_v_first=bool(v_first), recompute=recompute,
         state_dtype=torch.bfloat16 if isinstance(pool, Tensor) and pool.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 

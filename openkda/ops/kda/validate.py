@@ -24,6 +24,9 @@ def validate(call: KDACall, check_inputs: bool) -> KDACall:
         _bad("scale", "a number", type(call.scale).__name__, TypeError)
     if not -math.inf < call.scale < math.inf:  # in a graph it may be a symbol, which math.isfinite cannot take
         _bad("scale", "a finite number", call.scale)
+    for name in ("output_final_state", "use_qk_l2norm", "use_beta_sigmoid", "state_v_first"):
+        if not isinstance(getattr(call, name), bool):
+            _bad(name, "True or False", repr(getattr(call, name)), TypeError)
     if call.recompute is not None and not isinstance(call.recompute, bool):
         _bad("recompute", "None, True or False", repr(call.recompute), TypeError)
     look = check_inputs or (call.q.device.type == "cpu" and has_values(call.q))

@@ -43,6 +43,20 @@ CASES = [
     ("beta shape", good(beta=Z(2, 5, 4, 1)), ValueError, r"beta.shape: expected .*received \[2, 5, 4, 1\]"),
     ("not a tensor", good(v=[1.0]), TypeError, r"v: expected a torch.Tensor, received list"),
     ("no channels", good(q=Z(2, 5, 2, 0), k=Z(2, 5, 2, 0)), ValueError, r"at least one .*K=0"),
+    (
+        "flag as None",
+        good(output_final_state=None),
+        TypeError,
+        r"output_final_state: expected True or False, received None",
+    ),
+    ("flag as number", good(use_qk_l2norm=2), TypeError, r"use_qk_l2norm: expected True or False, received 2"),
+    (
+        "flag as text",
+        good(use_beta_sigmoid="no"),
+        TypeError,
+        r"use_beta_sigmoid: expected True or False, received 'no'",
+    ),
+    ("flag as tensor", good(state_v_first=torch.tensor(True)), TypeError, r"state_v_first: expected True or False"),
     ("recompute", good(recompute="no"), TypeError, r"recompute: expected None, True or False, received 'no'"),
     ("scale", good(scale=float("inf")), ValueError, r"scale: expected a finite number, received inf"),
     (
