@@ -41,7 +41,9 @@ def gradients(x: KDAInputs) -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     for n in a:
-        assert a[n].shape == b[n].shape and a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]), n
+        assert (a[n].shape, a[n].dtype) == (b[n].shape, b[n].dtype), n
+        wrong = int((a[n] != b[n]).sum())  # a number, because pytest would print the tensors
+        assert wrong == 0, n
 
 
 def forget() -> None:
@@ -64,8 +66,7 @@ def warm(**options: Any) -> None:
     assert taped() == (1, 1)
 
 
-@pytest.mark.parametrize("block", [None, 0], ids=["one block", "stages"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, block", [*((n, None) for n in CASES), ("bounded", 0), ("any keys", 0)])
 def test_the_bits_of_a_call_looked_at_anew(monkeypatch: pytest.MonkeyPatch, name: str, block: int | None) -> None:
     from openkda.ops.triton import stages
 
@@ -92,7 +93,8 @@ def test_what_the_forward_keeps_changes_time_and_memory_only(name: str) -> None:
         assert taped() == (1, 1)
     for n, want in found[True].items():
         scale = max(want.float().norm(), 1e-3 * found[True]["q"].float().norm())
-        assert (found[False][n].float() - want.float()).norm() <= 8e-3 * scale, n
+        error = float((found[False][n].float() - want.float()).norm() / scale)
+        assert error <= 8e-3, n
 
 
 def test_on_another_stream() -> None:
