@@ -29,8 +29,6 @@ from openkda.ops.kda.hopper.forward import GATES, STATES, allocate
 from openkda.ops.kda.hopper.fused_factors import gate_partition, next_stage, score_partition
 from openkda.ops.kda.hopper.fused_state import fused_state_partition
 
-APART = gl.constexpr(launch.APART)
-
 
 @gluon.jit
 def wgmma_chain(out_ptr, reps, K: gl.constexpr, N: gl.constexpr, DTYPE: gl.constexpr):
@@ -143,15 +141,15 @@ def gates(
 ):  # fmt: skip
     if REAL:
         gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, own[0], own[1], bars, places, HV,
-                       T, 1, HV, scale, bound, gl.constexpr(False), APART)  # fmt: skip
+                       T, 1, HV, scale, bound, gl.constexpr(False))  # fmt: skip
     else:
         gate_stub(bars, places, HV, HV, T)
 
 
 @gluon.jit
-def scores(stages, hand, others, bars, places, k_ptr, HV, REAL: gl.constexpr):
+def scores(stages, hand, bars, places, REAL: gl.constexpr):
     if REAL:
-        score_partition(stages, hand, others, bars, places, k_ptr, HV * 128, 1, APART)
+        score_partition(stages, hand, bars, places)
     else:
         score_stub(bars, places)
 
@@ -174,25 +172,25 @@ def states(
 ):
     if REAL:
         fused_state_partition(v_desc, o_desc, o_ptr, st_ptr, st_ptr, values, stages, others, sends, bars, places, HV, half,
-                              gl.constexpr(1), gl.constexpr(True), APART)  # fmt: skip
+                              gl.constexpr(1), gl.constexpr(True))  # fmt: skip
     else:
         state_stub(bars, places)
 
 
 @gluon.jit(do_not_specialize=["T"])
 def role_kernel(
-    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, st_ptr, k_ptr, T, HV, scale, bound,
+    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, st_ptr, T, HV, scale, bound,
     WITH_GATES: gl.constexpr, WITH_SCORES: gl.constexpr, WITH_STATES: gl.constexpr,
 ):  # fmt: skip
     """Some roles of the fused forward at work, the others signalling only."""
-    stages, hand, own, others, values, bars = allocate(APART)
+    stages, hand, own, others, values, bars = allocate()
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], 1)
     places = turns(3)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (scores, (stages, hand, others, bars[1], places, k_ptr, HV, WITH_SCORES)),
+            (scores, (stages, hand, bars[1], places, WITH_SCORES)),
             (gates, (descs, beta_ptr, a_log_ptr, dt_ptr, stages, others[0], hand, own, bars[0], places, T,
                      HV, scale, bound, WITH_GATES)),
             (states, (v_desc, o_desc, o_ptr, st_ptr, values[0], stages, others, sends, bars[2], places, HV, gl.constexpr(0),
@@ -235,7 +233,7 @@ def main():
     half = [launch._tiles(x, [64, 64], launch._HALF) for x in (v, o)]
     out = torch.empty(256, device="cuda")
     st = torch.zeros(h, 128, 128, device="cuda")
-    tail = (o, beta, a_log, dt, st, k, t, h, 0.088, -5.0)
+    tail = (o, beta, a_log, dt, st, t, h, 0.088, -5.0)
     for heads in (96, 12):
         for stages in (2, 3):
             x = ms(partial(empty_steps[(heads,)], *rows, out, t // 64, stages, num_warps=4))

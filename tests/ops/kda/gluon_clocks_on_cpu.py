@@ -266,11 +266,11 @@ def _product(a: Value, b: Shared, acc: Value, use_acc: bool = True, is_async: bo
     return _mma(a, y, acc if use_acc else Value(torch.zeros_like(acc.v)))
 
 
-def _product_wait(pending: int, deps: list[Value]) -> Value:
+def _product_wait(pending: int, deps: list[Value]) -> Any:
     role = _me()
     while len(role.products) > pending:
         role.learn(role.products.pop(0))
-    return deps[0]
+    return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:

@@ -21,7 +21,8 @@ needs_hopper = pytest.mark.skipif(
 )
 # bfloat16 rounding of the output alone is 1.7e-3; measured worst of the random sets: 1.91e-3 and 6.4e-4.
 OUTPUT, STATE = 3e-3, 1e-3
-# Nearly parallel keys cancel in v - S^T k; plain bfloat16 operands give 3.1e-2 and 4.1e-2 there, these 4.3e-3 and 5.3e-3.
+# Nearly parallel keys write what cancels; plain bfloat16 operands give 3.1e-2 and 4.1e-2 there, the fused kernel 4.3e-3 and
+# 5.3e-3. In two passes their last key goes apart.
 NEAR_OUTPUT, NEAR_STATE = 8e-3, 1e-2
 SCHEDULES: tuple[Any, ...] = ("fused", "two_pass", ("segments", 2), ("segments", 5))
 
@@ -67,8 +68,9 @@ def test_against_the_loop(schedule: Any, T: int, HV: int, decay: str, near: bool
     x = bf16(T, T=T, H=2, HV=HV, decay=decay, near_equal_keys=near)
     o, S = scheduled(x, schedule)
     want_o, want_S = truth(x)
-    check_close("output", o, want_o, NEAR_OUTPUT if near else OUTPUT)
-    check_close("state", S, want_S, NEAR_STATE if near else STATE)
+    plain = near and schedule == "fused"
+    check_close("output", o, want_o, NEAR_OUTPUT if plain else OUTPUT)
+    check_close("state", S, want_S, NEAR_STATE if plain else STATE)
 
 
 @gpu
@@ -331,7 +333,7 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: boo
     scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "SPLIT": False}
     options = {"num_warps": 8} if which == "merge" else {}
     kernel, constants, spill, shared = {
-        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen}, 304, 232448),
+        "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen}, 224, 232448),
         "prepare": (
             kda_prepare_kernel,
             {"VARLEN": varlen, "NP": 64, "LAST_FIRST": not varlen},
@@ -344,7 +346,7 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: boo
         "ends": (kda_ends_kernel, {}, 16, 232448),
         "merge": (merge_segments_kernel, {"HAS_S0": True, "HAS_ST": True, "BV": 16}, 0, 232448),
     }[which]
-    constants = constants if which == "merge" else constants | {"APART": apart}
+    constants = constants if which in ("merge", "fused") else constants | {"APART": apart}
     counts, used, remarks = _compile(kernel, constants, **options)
     assert counts["spill stores"] <= spill and counts["spill loads"] <= spill, remarks
     assert used <= shared

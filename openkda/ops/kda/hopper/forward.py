@@ -35,7 +35,7 @@ GATES, STATES = gl.constexpr(80), gl.constexpr(152)  # registers a thread; score
 
 
 @gluon.jit
-def allocate(APART: gl.constexpr = False):
+def allocate():
     """Shared memory and barriers of a CTA."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
@@ -43,10 +43,9 @@ def allocate(APART: gl.constexpr = False):
     kc_s = gl.allocate_shared_memory(gl.float16, [3, 64, 128], S64)
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], S128)
     v1_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], S128)
-    # of a stage: decay and last key, beta, nearness of keys
-    dec_s = gl.allocate_shared_memory(gl.float32, [3, 256 if APART else 128], FLAT1)
+    # of a stage: decay, beta
+    dec_s = gl.allocate_shared_memory(gl.float32, [3, 128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT1)
-    near_s = gl.allocate_shared_memory(gl.float32, [3, 4], FLAT1)
     # from gates to scores, every other chunk: anchors (and tile sums before them), decay over tile 1, norms of k and q
     h_s = gl.allocate_shared_memory(gl.float16, [6, 512], FLAT1)
     e1_s = gl.allocate_shared_memory(gl.float16, [2, 128], FLAT1)
@@ -62,25 +61,24 @@ def allocate(APART: gl.constexpr = False):
     kt_read = barriers(1, 2)
     free = barriers(3, 2)
     hand_free = barriers(2, 1)
-    v0 = (v0_s, barriers(1, 1), gl.allocate_shared_memory(gl.float32, [64], FLAT1))
-    v1 = (v1_s, barriers(1, 1), gl.allocate_shared_memory(gl.float32, [64], FLAT1))
+    v0 = (v0_s, barriers(1, 1))
+    v1 = (v1_s, barriers(1, 1))
     fence_async_shared()
     stages = (q_s, k_s, g_s, kc_s)
     hand = (h_s, e1_s, n_s, b_s)
     gate_bars = ((qk_full, g_full), ready, hand_free, free)
     score_bars = (ready, kq_ready, lm_ready, hand_free)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)
-    return stages, hand, (c2_s, sends_s), (dec_s, b_s, near_s), (v0, v1), (gate_bars, score_bars, state_bars)
+    return stages, hand, (c2_s, sends_s), (dec_s, b_s), (v0, v1), (gate_bars, score_bars, state_bars)
 
 
 @gluon.jit(do_not_specialize=["T", "chains"])
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
-    k_ptr, HV, groups, k_row, T, chains, scale, bound,
+    HV, groups, T, chains, scale, bound,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
-    APART: gl.constexpr,
 ):  # fmt: skip
-    stages, hand, own, others, values, bars = allocate(APART)
+    stages, hand, own, others, values, bars = allocate()
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], groups)
     places = turns(3)
@@ -88,14 +86,13 @@ def kda_forward_kernel(
     entering = s0_ptr if STATE_IN == 1 else dt_ptr  # read by nobody then
     gl.warp_specialize(
         [
-            (score_partition, (stages, hand, others, bars[1], places, k_ptr, k_row, groups, APART)),
+            (score_partition, (stages, hand, bars[1], places)),
             (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
-                              bars[0], places, chains, T, groups, HV, scale, bound,
-                              VARLEN, APART)),
+                              bars[0], places, chains, T, groups, HV, scale, bound, VARLEN)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
-                                     HV, gl.constexpr(0), STATE_IN, STATE_OUT, APART)),
+                                     HV, gl.constexpr(0), STATE_IN, STATE_OUT)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, sends, bars[2], places,
-                                     HV, gl.constexpr(1), STATE_IN, STATE_OUT, APART)),
+                                     HV, gl.constexpr(1), STATE_IN, STATE_OUT)),
         ],
         [4, 4, 4],
         [GATES, STATES, STATES],

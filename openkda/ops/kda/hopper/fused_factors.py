@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.apart import _keys_apart, _store_nearness, are_near
 from openkda.ops.kda.hopper.chains import LENTRY, announce, chain, field, receive
 from openkda.ops.kda.hopper.factors import (
     B3H,
@@ -123,7 +122,7 @@ def _next_chain(ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VAR
 @gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
-    scale, bound, VARLEN: gl.constexpr, APART: gl.constexpr,
+    scale, bound, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks. It draws late: who is
     done first takes the next, and with chains of different lengths that is not known while they begin.
@@ -225,11 +224,7 @@ def gate_partition(
             for s in range(4):
                 _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
             e1, xb, fk, ck = _anchors(hand, odd)
-            dec = _tile_factors(_tile_sums(t_s), xb, fk, ck, e1)
-            if APART:
-                dec_s.index(st).slice(0, 128, dim=0).store(dec)
-            else:
-                dec_s.index(st).store(dec)
+            dec_s.index(st).store(_tile_factors(_tile_sums(t_s), xb, fk, ck, e1))
             gl.thread_barrier()
             mbarrier.arrive(ready.index(st), count=1)
             st, phase = following
@@ -250,9 +245,8 @@ def parts_of_l(tm_s):
 
 
 @gluon.jit
-def score_partition(stages, hand, others, bars, places, k_ptr, k_row, groups, APART: gl.constexpr):
+def score_partition(stages, hand, bars, places):
     """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time."""
-    dec_s, near_s = others[0], others[2]
     q_s, k_s, g_s, kc_s = stages
     n_s, b_s = hand[2], hand[3]
     ready, kq_ready, lm_ready, hand_free = bars
@@ -262,9 +256,9 @@ def score_partition(stages, hand, others, bars, places, k_ptr, k_row, groups, AP
     phase = 0
     odd = 0
     while length >= 0:
-        _, hv, row0, length = receive(places, turn)
+        length = receive(places, turn)[3]
         turn += 1
-        for c in range((length + 63) // 64):
+        for _ in range((length + 63) // 64):
             mbarrier.wait(ready.index(st), phase)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             rk = norms.index(2 * odd).load(gl.SliceLayout(2, M3))
@@ -275,24 +269,13 @@ def score_partition(stages, hand, others, bars, places, k_ptr, k_row, groups, AP
             raw = (q_s.index(st), k_s.index(st), g_s.index(st))
             acc = _scores(raw, rq, rk, (kc_s.index(st), e1, xb, fk), kt, qt)
             _rescale_columns(kc_s.index(st), ck)
-            if APART:
-                _store_nearness(near_s.index(st), acc[0])
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)
+            mbarrier.arrive(hand_free.index(odd), count=1)
             tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
             diagonal, neighbours, far = parts_of_l(tm_s)
             low, m = _masked(acc, b_s.index(st))
-            if APART:  # Kh is not read before T is ready
-                n = length - c * 64
-                if are_near(near_s.index(st), n):
-                    rk_s = n_s.index(odd).slice(0, 64, dim=0)
-                    _keys_apart(
-                        k_ptr, k_row, row0 + c * 64, hv // groups, n, g_s.index(st), rk, rk_s, b_s.index(st), ck,
-                        dec_s.index(st).slice(128, 128, dim=0), kc_s.index(st),
-                    )  # fmt: skip
-                    gl.thread_barrier()
-            mbarrier.arrive(hand_free.index(odd), count=1)
             diagonal._reinterpret(gl.float32, [16, 4, 16], FLAT3).permute((1, 2, 0)).store(low[0])
             far.store(low[2])
             _store_m(tm_s.index(0), m[0], m[1])

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openkda.ops.kda.hopper.apart import are_near
 from openkda.ops.kda.hopper.chains import LENTRY, field, receive
 from openkda.ops.kda.hopper.factors import A2H, APH, FLAT2, FLAT3, S64, _clean, _merge_tiles, _store_t, _substitute
 from openkda.ops.kda.hopper.fused_factors import fetch, next_stage, parts_of_l
@@ -22,7 +21,6 @@ from openkda.ops.kda.hopper.state import (
     ACC_S,
     ACC_T,
     S128,
-    _last_token,
     _output,
     _row_scale,
     _state_offsets,
@@ -52,14 +50,14 @@ def _invert(tm_s, b_s):
 @gluon.jit
 def fused_state_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, values, stages, others, sends, bars, places, HV,
-    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, APART: gl.constexpr,
+    half: gl.constexpr, STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr,
 ):  # fmt: skip
     """Carries 64 value rows of the transposed state through chain after chain, in registers. Its chunks alternate with the
     other half's in who inverts. The output leaves through the tile that held Kt, so that the values of the next chunk can
     come as soon as R is computed."""
     q_s, k_s, g_s, kc_s = stages
-    v_s, v_full, last_s = values
-    dec_s, b_s, near_s = others
+    v_s, v_full = values
+    dec_s, b_s = others
     kq_ready, lm_ready, t_ready, kt_read, free = bars
     turn = 0
     length = 0
@@ -100,12 +98,9 @@ def fused_state_partition(
                 a = gl.convert_layout(s.to(gl.float16), A_T)
                 r = warpgroup_mma(a, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
                 sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
-                r = warpgroup_mma_wait(0, deps=[r])
+                r, a = warpgroup_mma_wait(0, deps=[r, a])  # operands stay where they are until then (state.py)
                 r = _values(v_s) * sc_t - r
                 ar = gl.convert_layout(r.to(gl.float16), A_T)
-                if APART:  # noqa: SIM102 (a constant)
-                    if are_near(near_s.index(st), n):
-                        last_s.store(_last_token(r, n))
                 gl.thread_barrier()
                 mbarrier.arrive(kt_read.index(0), count=1)
                 more = c + 1 < chunks
@@ -113,29 +108,22 @@ def fused_state_partition(
                 tma.async_copy_global_to_shared(v_desc, [row0 + (c + 1) * 64, col0], v_full.index(0), v_s, pred=more)
                 mbarrier.wait(t_ready.index(st), phase)
                 u = warpgroup_mma(ar, tm_s.index(1).permute((1, 0)), zero, use_acc=False, is_async=True)
-                u = warpgroup_mma_wait(0, deps=[u])
+                u, ar = warpgroup_mma_wait(0, deps=[u, ar])
                 u16 = u.to(gl.float16)
                 au = gl.convert_layout(u16, A_T)
                 qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
                 a = gl.convert_layout(s.to(gl.float16), A_T)
                 o = warpgroup_mma(a, qt.permute((1, 0)), zero, use_acc=False, is_async=True)
                 o = warpgroup_mma(au, tm_s.index(0).permute((1, 0)), o, is_async=True)
-                o = warpgroup_mma_wait(0, deps=[o])
+                o, a, au = warpgroup_mma_wait(0, deps=[o, a, au])
                 mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
                 out = k_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
                 out.permute((1, 0)).store(_output(o, inv))
-                if APART:
-                    s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
-                    if are_near(near_s.index(st), n):
-                        s += (
-                            last_s.load(gl.SliceLayout(1, ACC_S))[:, None]
-                            * dec_s.index(st).slice(128, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
-                        )
-                else:
-                    s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
-                s = warpgroup_mma(gl.convert_layout(u16, A_S), kc_s.index(st), s, is_async=True)
+                s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
+                au = gl.convert_layout(u16, A_S)
+                s = warpgroup_mma(au, kc_s.index(st), s, is_async=True)
                 _write_output(o_desc, o_ptr, out, row0 + c * 64, col0, n, HV)
-                s = warpgroup_mma_wait(0, deps=[s])
+                s, au = warpgroup_mma_wait(0, deps=[s, au])
                 tma.store_wait(0)
                 if n < 64:
                     fence_async_shared()

@@ -49,7 +49,7 @@ BOUNDED = 2
 """The bounded gate's number in `triton.launch.Args`."""
 REGISTERS = 168
 """A thread's, so that three programs of four warps share an SM."""
-APART = False
+APART = True
 """Whether the last key of a chunk is kept apart (apart.py)."""
 _OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
@@ -369,7 +369,7 @@ def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None
         kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
         (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
          _tiles(o, half, _HALF)),
-        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks, p.k),
-        (hv, hv // p.q.shape[2], _row_stride(p.k)), (p.tokens, n * hv, p.scale, p.lower_bound),
-        (0 if s0 is None else 1, st is not None, cu is not None, APART), p.index,
+        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
+        (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound),
+        (0 if s0 is None else 1, st is not None, cu is not None), p.index,
     )  # fmt: skip

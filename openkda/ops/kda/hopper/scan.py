@@ -180,7 +180,7 @@ def scan_partition(
                     v_p = v_s.index((c - 1) & 3)
                     v_p.permute((1, 0)).store(out)
                     _write_output(o_desc, o_ptr, v_p, row0 + (c - 1) * 64, col0, 64, HV)
-            r = warpgroup_mma_wait(0, deps=[r])
+            r, a = warpgroup_mma_wait(0, deps=[r, a])
             r = _values(v_c) * gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None] - r if VALUES else -r
             ar = gl.convert_layout(r.to(gl.float16), A_T)
             mbarrier.wait(tm_ready.index(st), phase)
@@ -193,13 +193,15 @@ def scan_partition(
                     s += _last_token(r, length - c * 64)[:, None] * last.load(gl.SliceLayout(0, ACC_S))[None, :]
             else:
                 s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
-            u = warpgroup_mma_wait(0, deps=[u])
+            u, ar = warpgroup_mma_wait(0, deps=[u, ar])
             u16 = u.to(gl.float16)
-            s = warpgroup_mma(gl.convert_layout(u16, A_S), kh_s.index(st), s, is_async=True)
+            au = gl.convert_layout(u16, A_S)
+            s = warpgroup_mma(au, kh_s.index(st), s, is_async=True)
             if OUTPUT:
                 o = warpgroup_mma(a, qt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
-                o = warpgroup_mma(gl.convert_layout(u16, A_T), m_s.index(st).permute((1, 0)), o, is_async=True)
-            s = warpgroup_mma_wait(2 if OUTPUT else 0, deps=[s])
+                at = gl.convert_layout(u16, A_T)
+                o = warpgroup_mma(at, m_s.index(st).permute((1, 0)), o, is_async=True)
+            s, au = warpgroup_mma_wait(2 if OUTPUT else 0, deps=[s, au])
             old = inv
             a_next = a
             if c + 1 < chunks:
@@ -207,7 +209,7 @@ def scan_partition(
                     mbarrier.wait(v_full.index((c + 1) & 3), ((c + 1) >> 2) & 1)
                 s, a_next, sc, inv = _enter(s, inv, v_s.index((c + 1) & 3), length - (c + 1) * 64, VALUES)
             if OUTPUT:
-                o = warpgroup_mma_wait(0, deps=[o])
+                o, a, at = warpgroup_mma_wait(0, deps=[o, a, at])
                 out = _output(o, old)
                 tma.store_wait(0)  # the output of chunk c - 1: its tile is free
             a = a_next

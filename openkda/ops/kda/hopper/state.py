@@ -2,6 +2,9 @@
 
 The state is kept transposed, [value channel, key channel], in the accumulators of a WGMMA: each product's result is then the
 next one's register operand. Operands are float16 with one power of two per row (docs/decisions.md).
+
+A product reads operands from registers while it runs, which neither Triton nor ptxas knows: what nobody names any more is given
+away at once. Whoever waits for a product therefore passes its operand through the wait.
 """
 
 from __future__ import annotations
