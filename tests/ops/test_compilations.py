@@ -141,6 +141,7 @@ def hopper(card: Card, monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(implementation, "_device_refusals", lambda device: [])
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "_sm_count", lambda index: SMS)
+    monkeypatch.setattr("openkda.ops.kda.hopper.walks._sm_count", lambda index: SMS)
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=card))
     return card
 

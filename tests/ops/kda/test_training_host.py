@@ -81,6 +81,7 @@ def test_a_repeated_call_hands_over_what_the_first_did(
     monkeypatch.setattr(hopper_backward, "fits", lambda a: True)
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "_sm_count", lambda index: SMS)
+    monkeypatch.setattr("openkda.ops.kda.hopper.walks._sm_count", lambda index: SMS)
     CALLS.forget()
     BACKWARDS.forget()
     runs = []
