@@ -108,7 +108,9 @@ def test_defaults_are_those_of_fla() -> None:
         ({"hidden_act": "powlu"}, "hidden_act: expected 'swish' or 'silu', received 'powlu'"),
         ({"expand_v": 2.0}, "expand_v: expected 1"),
         ({"lower_bound": -9.0}, r"gate_lower_bound: expected a value in \[-5, 0\)"),
-        ({"hidden_size": "wide"}, "config.json"),
+        ({"hidden_size": "wide"}, "config.json: hidden_size: expected an integer"),
+        ({"head_dim": None}, "config.json: head_dim: expected an integer"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected an integer from 1 to 1048576, received 1000000000"),
         ({"hidden_size": 64}, r"tensors do not fit .*model.norm.weight: expected \[64\], found \[32\]"),
         ({"num_hidden_layers": 3}, r"missing: model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, r"unexpected: model.layers.1"),
@@ -129,6 +131,13 @@ def test_missing_files_and_tensors(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "fla" / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing f_proj.1.weight"):
         load_fla_model(tmp_path / "fla")
+    saved(tmp_path / "numbers")
+    tensors["model.layers.1.attn.f_proj.1.weight"] = load_file(tmp_path / "numbers" / "model.safetensors")[
+        "model.layers.1.attn.f_proj.1.weight"
+    ].int()
+    save_file(tensors, tmp_path / "numbers" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"f_b_proj.weight: expected floats, found torch.int32"):
+        load_fla_model(tmp_path / "numbers")
     (tmp_path / "fla" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="safetensors"):
         load_fla_model(tmp_path / "fla")

@@ -39,6 +39,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_heads": 16, "num_v_heads": None, "hidden_ratio": 4, "intermediate_size": None, "num_hidden_layers": 24,
     "norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "vocab_size": 32000,
 }  # fmt: skip
+_MOST = 1 << 20
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(attn_norm|mlp_norm|attn|mlp)\.(.+)")
 _NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
@@ -51,6 +52,9 @@ def fla_config(fields: Mapping[str, Any], *, gate_bias: bool = True) -> ModelCon
     for name, allowed in _REFUSED.items():
         if c[name] not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, received {c[name]!r}")
+    for name in ("head_dim", "hidden_size", "num_hidden_layers"):
+        if type(c[name]) is not int or not 0 < c[name] <= _MOST:  # a list of as many layers is made of one
+            raise ValueError(f"{name}: expected an integer from 1 to {_MOST}, received {c[name]!r}")
     v_dim = c["head_dim"] * c["expand_v"]
     if v_dim != c["head_dim"]:
         raise ValueError(
@@ -97,6 +101,7 @@ def load_fla_model(
             for n in sorted(wanted.keys() & state.keys())
             if wanted[n].shape != state[n].shape
         ],
+        "dtype": [f"{n}: expected floats, found {t.dtype}" for n, t in state.items() if not t.is_floating_point()],
     }
     listed = [f"{what}: {', '.join(names)}" for what, names in faults.items() if names]
     if listed:
