@@ -11,6 +11,10 @@ pytest.importorskip("triton")
 import hostile_checks as checks
 from hostile_checks import BF16, F16, F32
 
+from openkda.ops.kda.api import BoundedGate, kda
+from openkda.testing.compare import check_close
+from openkda.testing.inputs import make_inputs
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -53,3 +57,18 @@ def test_no_decay() -> None:
 
 def test_many_heads() -> None:
     checks.check_many_heads("cuda", BF16)
+
+
+def test_whole_numbers_are_no_constants() -> None:
+    """scale=1 and a bound of -5, as integers, before any other call of the form; then other numbers, by the same binaries."""
+    x = make_inputs(0, T=40, H=5, K=64, use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False)
+    x = x.to(dtype=torch.bfloat16, device="cuda")
+    options: dict[str, Any] = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
+    for scale, bound in ((1, -5), (0.25, -2.5), (1.0, -5.0)):
+        for _ in range(4):
+            with torch.no_grad():
+                got, want = (
+                    kda(x.q, x.k, x.v, x.g, x.beta, gate=BoundedGate(bound), scale=scale, impl=impl, **options).output
+                    for impl in ("triton", "reference")
+                )
+            check_close(f"scale {scale}, bound {bound}", got, want, 5e-3)
