@@ -72,10 +72,9 @@ _products: tuple[Limited, Limited] | None = None
 
 def launch_products(
     a: Args, slots: int, tiles: int, o: Tensor, do: Tensor, u: Tensor, dd: Tensor, s: Tensor, ds: Tensor, u_unit: Tensor,
-    dd_unit: Tensor, s_unit: Tensor, ds_unit: Tensor, dv: Tensor, d: Tensor, wide: Tensor | None, both: Tensor, unit: Tensor,
+    dd_unit: Tensor, s_unit: Tensor, ds_unit: Tensor, dv: Tensor, d: Tensor, wide: Tensor, both: Tensor, unit: Tensor,
     dbeta: Tensor, rows: Tensor,
 ) -> None:  # fmt: skip
-    """wide: None where `launch_gradients` computes what the states say."""
     global _products
     if _products is None:
         from openkda.ops.kda.hopper.products import pairs_kernel, states_kernel
@@ -83,12 +82,11 @@ def launch_products(
         _products = Limited(states_kernel, REGISTERS), Limited(pairs_kernel, REGISTERS)
     B, T, _, HV, K, _ = a.sizes
     BK, N, packed = max(64, padded(K)), a.num_sequences, a.cu is not None
-    if wide is not None:
-        launch(
-            _products[0], BK // 64 * slots * HV,
-            (a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, wide, both, unit),
-            steps_of(do), (T, N, slots, tiles, a.scale), (HV, BK, packed), 4, d.device,
-        )  # fmt: skip
+    launch(
+        _products[0], BK // 64 * slots * HV,
+        (a.cu, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, wide, both, unit),
+        steps_of(do), (T, N, slots, tiles, a.scale), (HV, BK, packed), 4, d.device,
+    )  # fmt: skip
     launch(
         _products[1], slots * HV,
         (a.v, a.beta, a.cu, o, do, u, dd, u_unit, dd_unit, dv, d, unit, dbeta, rows),
@@ -98,11 +96,10 @@ def launch_products(
 
 
 def launch_gradients(
-    a: Args, slots: int, tiles: int, d: Tensor, wide: Tensor | None, both: Tensor, unit: Tensor, token: Tensor, rows: Tensor,
-    dq: Tensor, dk: Tensor, dz: Tensor, d_bias: Tensor | None, d_A: Tensor | None, states: tuple[Tensor, ...] = (),
+    a: Args, slots: int, tiles: int, d: Tensor, wide: Tensor, both: Tensor, unit: Tensor, token: Tensor, rows: Tensor,
+    dq: Tensor, dk: Tensor, dz: Tensor, d_bias: Tensor | None, d_A: Tensor | None,
 ) -> None:  # fmt: skip
-    """slots and tiles: how many chunks of 64 and of 16 tokens a head has room for. states: in place of wide and both, do, u,
-    dd, s, ds and the four tensors of their units."""
+    """slots and tiles: how many chunks of 64 and of 16 tokens a head has room for."""
     global _kernel
     if _kernel is None:  # Gluon is imported by those who use it
         from openkda.ops.kda.hopper.gradients import gradients_kernel
@@ -112,9 +109,7 @@ def launch_gradients(
     BK = max(64, padded(K))
     launch(
         _kernel, BK // 64 * slots * HV,
-        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, unit, token, rows, dq, dk, dz, d_bias, d_A,
-         *(states or (None,) * 9)),
-        (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g), *(steps_of(states[0]) if states else (0, 0, 0))),
-        (B, T, a.num_sequences, slots, tiles, a.bound, a.scale),
-        (HV, HV // H, K, BK, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None, bool(states)), 4, d.device,
+        (a.q, a.k, a.g, a.A_log, a.dt_bias, a.cu, d, wide, both, unit, token, rows, dq, dk, dz, d_bias, d_A),
+        (*steps_of(a.q), *steps_of(a.k), *steps_of(a.g)), (B, T, a.num_sequences, slots, tiles, a.bound),
+        (HV, HV // H, K, BK, a.gate, a.A_log is not None, a.dt_bias is not None, a.cu is not None), 4, d.device,
     )  # fmt: skip

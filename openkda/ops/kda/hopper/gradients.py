@@ -54,7 +54,6 @@ from openkda.ops.kda.hopper.gradient_tiles import (
     _write,
 )
 from openkda.ops.kda.hopper.instructions import _ex2, _ex2_neg, _rate
-from openkda.ops.kda.hopper.state_terms import fetch_half, first_half, second_half
 
 
 @gluon.jit
@@ -221,16 +220,15 @@ def _tile_gradients(
 @gluon.jit(do_not_specialize=["B", "T", "N", "slots", "tiles"])
 def gradients_kernel(
     q_p, k_p, g_p, A_log_p, dt_bias_p, cu_p, d_p, wide_p, both_p, unit_p, norm_p, rows_p,
-    dq_p, dk_p, dz_p, ddt_p, dA_log_p, do_p, u_p, dd_p, s_p, ds_p, u_unit_p, dd_unit_p, s_unit_p, ds_unit_p,
-    sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh, sob, sot, soh,
-    B, T, N, slots, tiles, bound, scale,
+    dq_p, dk_p, dz_p, ddt_p, dA_log_p,
+    sqb, sqt, sqh, skb, skt, skh, sgb, sgt, sgh,
+    B, T, N, slots, tiles, bound,
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, GATE: gl.constexpr,
-    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, PACKED: gl.constexpr, STATES: gl.constexpr,
+    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """q, k and g may be strided. d [HV, slots, 2, 64, 64] and wide [HV, slots, 3, 64, BK], float16, times unit
     [HV, slots, BK / 64, 4] (of d, d(qd), d(kd), d(ke)), |d| < 2; both [HV, slots, BK]; norm [HV, tiles, 3, 16], of k and q;
-    rows [2, B, T, HV]: as for `triton/gradients.py`. STATES: in place of wide, both and their units come do, U, dD, S and dS'
-    of 128 value channels, as `products.states_kernel` takes them.
+    rows [2, B, T, HV]: as for `triton/gradients.py`.
     Writes dq, dk, dz [B, T, HV, K], ddt and dA_log [slots, HV, K].
     """
     NS: gl.constexpr = (BK + 63) // 64
@@ -256,44 +254,31 @@ def gradients_kernel(
     q_s = _tiles(gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128))
     k_s = _tiles(gl.allocate_shared_memory(q_p.dtype.element_ty, [64, 64], S128))
     z_s = _tiles(gl.allocate_shared_memory(g_p.dtype.element_ty, [64, 64], S128))
-    w0_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    w1_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    w2_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    f0_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    m0_s = gl.allocate_shared_memory(gl.float16, [64, 64], S128)
-    wq_s, wk_s, we_s, f_s = _tiles(w0_s), _tiles(w1_s), _tiles(w2_s), _tiles(f0_s)
-    M_s = m0_s._reinterpret(gl.float16, [16, 16, 16], S32)
+    wq_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    wk_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    we_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    f_s = _tiles(gl.allocate_shared_memory(gl.float16, [64, 64], S128))
+    M_s = gl.allocate_shared_memory(gl.float16, [16, 16, 16], S32)
     A_s = gl.allocate_shared_memory(gl.float16, [16, 16, 16], S32)
     r_s = gl.allocate_shared_memory(gl.float32, [4, 64], S1)
-    token = (batch * T + row) * HV + h
-    p_w = wide_p
-    if STATES:
-        do_s = w0_s._reinterpret(do_p.dtype.element_ty, [64, 64], S128)
-        halves = (do_s, w2_s, w1_s, f0_s, m0_s)
-        at_state = block * (128 * BK) + c0
-        pointers = (
-            do_p + batch * sob + h * soh + row * sot, u_p + token * 128, dd_p + token * 128, s_p + at_state, ds_p + at_state,
-        )  # fmt: skip
-        fetch_half(halves, pointers, (sot, HV * 128, BK), 0, left)
-        async_copy.commit_group()
     _fetch(z_s, g_p + batch * sgb + h * sgh + row * sgt + c0, sgt, left, c0, K)
     _fetch(k_s, k_p + batch * skb + (h // GROUP) * skh + row * skt + c0, skt, left, c0, K)
-    if not STATES:
-        p_w = wide_p + block * (3 * 64 * BK) + c0
-        _fetch(we_s, p_w + 2 * 64 * BK, BK, 64, c0, BK)
-        async_copy.commit_group()
+    p_w = wide_p + block * (3 * 64 * BK) + c0
+    _fetch(we_s, p_w + 2 * 64 * BK, BK, 64, c0, BK)
+    async_copy.commit_group()
     _fetch(q_s, q_p + batch * sqb + (h // GROUP) * sqh + row * sqt + c0, sqt, left, c0, K)
+    _fetch_scores(M_s, d_p + block * 8192)
     _fetch_scores(A_s, d_p + block * 8192 + 4096)
-    if not STATES:
-        _fetch_scores(M_s, d_p + block * 8192)
-        _fetch(wq_s, p_w, BK, 64, c0, BK)
-        _fetch(wk_s, p_w + 64 * BK, BK, 64, c0, BK)
+    _fetch(wq_s, p_w, BK, 64, c0, BK)
+    _fetch(wk_s, p_w + 64 * BK, BK, 64, c0, BK)
     async_copy.commit_group()
 
     p_unit = unit_p + (block * NS + part) * 4
     ud = gl.load(p_unit)
     per_unit = 1.0 / ud
-    uq, uk, ue = per_unit, per_unit, per_unit
+    uq = gl.load(p_unit + 1) * per_unit
+    uk = gl.load(p_unit + 2) * per_unit
+    ue = gl.load(p_unit + 3) * per_unit
     t64 = gl.arange(0, 64, layout=FLAT)
     p_norm = norm_p + (h * tiles + tile0) * 48
     p_rows = rows_p + (batch * T + row) * HV + h
@@ -307,37 +292,12 @@ def gradients_kernel(
     dt_bias = gl.zeros([64], gl.float32, CHAN)
     if HAS_DT:
         dt_bias = gl.load(dt_bias_p + h * K + chan, m_c, other=0.0)
-    both = dt_bias
-    if STATES:
-        down_s = gl.allocate_shared_memory(gl.float32, [64], S1)
-        at_units = (h * tiles + tile0) * 32
-        units = (u_unit_p + at_units, dd_unit_p + at_units, s_unit_p + block * 2, ds_unit_p + block * 2)
-        async_copy.wait_group(1)
-        gl.thread_barrier()
-        first = first_half(halves, w0_s, down_s, units, left, scale)
-        gl.thread_barrier()
-        fetch_half(halves, pointers, (sot, HV * 128, BK), 1, left)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        gl.thread_barrier()
-        uq, uk, ue, both = second_half(first, halves, w0_s, down_s, units, left, scale)
-        gl.thread_barrier()
-        _fetch_scores(M_s, d_p + block * 8192)
-        async_copy.commit_group()
-        uq *= per_unit
-        uk *= per_unit
-        ue *= per_unit
-    else:
-        uq = gl.load(p_unit + 1) * per_unit
-        uk = gl.load(p_unit + 2) * per_unit
-        ue = gl.load(p_unit + 3) * per_unit
-        both = gl.load(both_p + block * BK + chan, chan < BK, other=0.0)
+    both = gl.load(both_p + block * BK + chan, chan < BK, other=0.0)
     dt = dt_bias[:, None]
     tok = gl.arange(0, 16, layout=TOK)[None, :]
     until, since = _sums()
     zero = gl.zeros([64, 16], gl.float32, MM)
-    if not STATES:
-        async_copy.wait_group(1)
+    async_copy.wait_group(1)
     gl.thread_barrier()
 
     written, after = _first_walk((k_s, z_s, we_s, f_s), r_s, numbers[1], dt, until, rate, bound, left, GATE)

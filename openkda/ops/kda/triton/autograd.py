@@ -116,7 +116,7 @@ def differentiate(
         do = None if do is None else walkable(do)
         given = (*tensors[:9], tensors[10], do, ds, *tensors[12:])
         key, again = BACKWARDS.look(
-            given, (*ctx.options, host.HOPPER_WALKS, host.HOPPER_PRODUCTS, host.HOPPER_GRADIENTS, host.HOPPER_STATES)
+            given, (*ctx.options, host.HOPPER_WALKS, host.HOPPER_PRODUCTS, host.HOPPER_GRADIENTS)
         )
     found = None if again is None else again(given)
     if found is None:

@@ -40,7 +40,6 @@ SAVE = C // CHUNK
 HOPPER_WALKS = HOPPER_PRODUCTS = HOPPER_GRADIENTS = (
     True  # off, the portable kernel runs on Hopper too, to be timed beside the other
 )
-HOPPER_STATES = False  # what the states say computed inside the last kernel (hopper/state_terms.py)
 TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -77,7 +76,7 @@ def launches(
     """As `backward`, with dq and dk of every value head, and ds0 [.., K, V]. All memory is made by `empty`, all work done by
     `launch`: nothing of torch in between, so that a tape can repeat it. kept: by the forward (the `keep.py` of each folder)."""
     optional = tuple([x is None for x in (a.cu, do, ds1, chain, kept)])
-    own = ("backward", kind(a), want_ds0, optional, HOPPER_WALKS, HOPPER_PRODUCTS, HOPPER_GRADIENTS, HOPPER_STATES)
+    own = ("backward", kind(a), want_ds0, optional, HOPPER_WALKS, HOPPER_PRODUCTS, HOPPER_GRADIENTS)
     if first_of_kind(
         own, o.device
     ):  # its kernels side by side: one after the other they were most of a first step's 16 s
@@ -135,21 +134,16 @@ def launches(
         )  # fmt: skip
         del w, y, tm, unit
 
-    multiplied = HOPPER_PRODUCTS and do is not None and _multiplied_on_hopper(a, do)
-    joined = HOPPER_STATES and multiplied and HOPPER_GRADIENTS
-    d, wide = pieces(op, chunks * 2 * C * C, (not joined) * chunks * 3 * C * BK, device=o.device)
+    d, wide = pieces(op, chunks * 2 * C * C, chunks * 3 * C * BK, device=o.device)
     dbeta = new(B, T, HV, dtype=a.beta.dtype)
     dv = dd if exact else new(B, T, HV, V, dtype=a.v.dtype)
-    states: tuple[Tensor, ...] = ()
-    if multiplied and do is not None:
+    if HOPPER_PRODUCTS and do is not None and _multiplied_on_hopper(a, do):
         from openkda.ops.kda.hopper.backward import launch_products
 
         launch_products(
             a, slots, tiles, o, do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit,
-            dv, d, None if joined else wide, both, product_unit, dbeta, rows,
+            dv, d, wide, both, product_unit, dbeta, rows,
         )  # fmt: skip
-        if joined:
-            states = (do, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit)
     else:
         launch(
             products_kernel, (BK // BS + 1) * slots * HV,
@@ -169,7 +163,7 @@ def launches(
     if HOPPER_GRADIENTS and _on_hopper(a):
         from openkda.ops.kda.hopper.backward import launch_gradients
 
-        launch_gradients(a, slots, tiles, d, wide, both, product_unit, token, rows, dq, dk, dz, d_bias, d_A, states)
+        launch_gradients(a, slots, tiles, d, wide, both, product_unit, token, rows, dq, dk, dz, d_bias, d_A)
     else:
         BG = 16  # channels a program of one warp
         launch(
