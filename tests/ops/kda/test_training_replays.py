@@ -44,7 +44,7 @@ if INTERPRETED:
         BACKWARDS.forget()
 
     def inputs(seed: int = 0, **options: Any) -> KDAInputs:
-        given = {"T": 17, "H": 1, "K": 16, "use_qk_l2norm": True, "use_beta_sigmoid": True} | options
+        given = {"T": 9, "H": 1, "K": 16, "use_qk_l2norm": True, "use_beta_sigmoid": True} | options
         return make_inputs(seed, **given).requires_grad_()
 
     def call(x: KDAInputs, **options: Any) -> KDAOutput:
@@ -85,10 +85,10 @@ if INTERPRETED:
         return got, want
 
     CASES: dict[str, dict[str, Any]] = {
-        "bounded": {},
+        "bounded": {"T": 17},
         "softplus": {"gate": "softplus"},
         "log decays, no state": {"gate": None, "initial_state": False},
-        "pack": {"lengths": (3, 0, 14)},
+        "pack": {"T": 17, "lengths": (3, 0, 14)},
         "grouped heads": {"HV": 2},
         "any keys": {"use_qk_l2norm": False, "use_beta_sigmoid": False},
         "batch": {"B": 2, "T": 9},
