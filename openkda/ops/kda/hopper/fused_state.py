@@ -96,9 +96,10 @@ def fused_state_partition(
                 mbarrier.wait(kq_ready.index(st), phase)
                 kt = k_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
                 a = gl.convert_layout(s.to(gl.float16), A_T)
-                r = warpgroup_mma(a, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
                 sc_t = gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None]
-                r, a = warpgroup_mma_wait(0, deps=[r, a])  # operands stay where they are until then (state.py)
+                # Nothing stands between a product and its wait: operands in registers are not safe before (state.py).
+                r = warpgroup_mma(a, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+                r = warpgroup_mma_wait(0, deps=[r])
                 r = _values(v_s) * sc_t - r
                 ar = gl.convert_layout(r.to(gl.float16), A_T)
                 gl.thread_barrier()
@@ -108,22 +109,21 @@ def fused_state_partition(
                 tma.async_copy_global_to_shared(v_desc, [row0 + (c + 1) * 64, col0], v_full.index(0), v_s, pred=more)
                 mbarrier.wait(t_ready.index(st), phase)
                 u = warpgroup_mma(ar, tm_s.index(1).permute((1, 0)), zero, use_acc=False, is_async=True)
-                u, ar = warpgroup_mma_wait(0, deps=[u, ar])
+                u = warpgroup_mma_wait(0, deps=[u])
                 u16 = u.to(gl.float16)
                 au = gl.convert_layout(u16, A_T)
                 qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
                 a = gl.convert_layout(s.to(gl.float16), A_T)
                 o = warpgroup_mma(a, qt.permute((1, 0)), zero, use_acc=False, is_async=True)
                 o = warpgroup_mma(au, tm_s.index(0).permute((1, 0)), o, is_async=True)
-                o, a, au = warpgroup_mma_wait(0, deps=[o, a, au])
+                o = warpgroup_mma_wait(0, deps=[o])
                 mbarrier.wait(kt_read.index(0), even)  # the other half has read Kt too
                 out = k_s.index(st)._reinterpret(gl.bfloat16, [2, 64, 64], S128).index(half)
                 out.permute((1, 0)).store(_output(o, inv))
                 s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
-                au = gl.convert_layout(u16, A_S)
-                s = warpgroup_mma(au, kc_s.index(st), s, is_async=True)
                 _write_output(o_desc, o_ptr, out, row0 + c * 64, col0, n, HV)
-                s, au = warpgroup_mma_wait(0, deps=[s, au])
+                s = warpgroup_mma(gl.convert_layout(u16, A_S), kc_s.index(st), s, is_async=True)
+                s = warpgroup_mma_wait(0, deps=[s])
                 tma.store_wait(0)
                 if n < 64:
                     fence_async_shared()

@@ -4,7 +4,7 @@ The state is kept transposed, [value channel, key channel], in the accumulators 
 next one's register operand. Operands are float16 with one power of two per row (docs/decisions.md).
 
 A product reads operands from registers while it runs, which neither Triton nor ptxas knows: what nobody names any more is given
-away at once. Whoever waits for a product therefore passes its operand through the wait.
+away at once. So either nothing stands between a product and its wait, or the operand goes through the wait with the result.
 """
 
 from __future__ import annotations
