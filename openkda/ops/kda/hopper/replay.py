@@ -38,6 +38,9 @@ from openkda.ops.kda.hopper.state import (
 
 ROW_S = gl.constexpr(gl.SliceLayout(1, ACC_S.value))
 ROW_T = gl.constexpr(gl.SliceLayout(1, ACC_T.value))
+MOST = gl.constexpr(
+    2.0**126
+)  # a factor for what is 0 would else be infinite: a state beside values of 10^7, nothing behind much
 TOKEN = gl.constexpr(gl.SliceLayout(0, ACC_T.value))
 
 
@@ -64,13 +67,11 @@ def await_tile(full, i):
 
 
 @gluon.jit
-def keep_state(desc, row, s16, inv, size, buffer, unit_ptr):
-    """Sends s16 times inv, whose rows are up to `size`, as float16 with one power of two for all its 64 rows. From the operand,
-    not from the accumulators: to read those, ptxas waits for whatever product is under way."""
+def keep_state(desc, row, s, inv, size, buffer, unit_ptr):
+    """Sends s times inv, whose rows are up to `size`, as float16 with one power of two for all its 64 rows."""
     up, down = _power_of_two(gl.max(size, axis=0), 12)
     gl.store(unit_ptr, down)
-    # Not by inv * up: of a state that is 0 beside values of 10^7 that would be infinite.
-    buffer.store((s16.to(gl.float32) * inv[:, None] * up).to(gl.float16))
+    buffer.store((s * gl.minimum(inv * up, MOST)[:, None]).to(gl.float16))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(desc, [row, 0], buffer)
@@ -117,8 +118,8 @@ def _ready(s, inv, v_c, n):
     v_max = gl.max(gl.abs(_values(v_c)), axis=1)
     size = gl.max(gl.abs(s), axis=1) * inv
     sc, inv_new = row_scale(gl.maximum(size, gl.convert_layout(v_max, ROW_S)))
-    s = s * inv[:, None] * sc[:, None]  # not by sc * inv: where nothing follows on something, that may be infinite
-    return s, s.to(gl.float16), sc, inv_new, size
+    s = s * gl.minimum(sc * inv, MOST)[:, None]
+    return s, gl.convert_layout(s.to(gl.float16), A_T), sc, inv_new, size
 
 
 @gluon.jit
@@ -148,10 +149,8 @@ def replay_partition(
             phase = (c >> 1) & 1
             v_c = v_s.index(c % 3)
             mbarrier.wait(kq_ready.index(st), phase)
-            r = warpgroup_mma(
-                gl.convert_layout(a, A_T), kt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
-            keep_state(s_desc, (save + c) * 128 + half * 64, a, inv, size, s_s, s_unit_ptr + (save + c) * 2 + half)
+            r = warpgroup_mma(a, kt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
+            keep_state(s_desc, (save + c) * 128 + half * 64, s, inv, size, s_s, s_unit_ptr + (save + c) * 2 + half)
             r = warpgroup_mma_wait(0, deps=[r])
             r = _values(v_c) * gl.convert_layout(sc, ROW_T)[:, None] - r
             ar = gl.convert_layout(r.to(gl.float16), A_T)

@@ -27,7 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openkda.ops.kda.hopper.factors import S64, _clean, barriers
-from openkda.ops.kda.hopper.replay import ROW_S, ROW_T, await_tile, fetch, keep_state, keep_tokens, locate, row_scale
+from openkda.ops.kda.hopper.replay import (
+    MOST,
+    ROW_S,
+    ROW_T,
+    await_tile,
+    fetch,
+    keep_state,
+    keep_tokens,
+    locate,
+    row_scale,
+)
 from openkda.ops.kda.hopper.scan import operand_barriers, operand_tiles, zero_quarters
 from openkda.ops.kda.hopper.state import A_S, A_T, ACC_S, ACC_T, S128, _state_offsets, _values
 
@@ -72,9 +82,9 @@ def _ready_back(s, inv, do_c, n, wide):
     x = _values(do_c)
     size = gl.max(gl.abs(s), axis=1) * inv
     sc, inv_new = row_scale(gl.maximum(size, gl.convert_layout(gl.max(gl.abs(x), axis=1) * wide, ROW_S)))
-    s = s * inv[:, None] * sc[:, None]
+    s = s * gl.minimum(sc * inv, MOST)[:, None]
     x = (x * gl.convert_layout(sc, ROW_T)[:, None]).to(gl.float16)
-    return s, s.to(gl.float16), x, inv_new, size
+    return s, gl.convert_layout(s.to(gl.float16), A_T), x, inv_new, size
 
 
 @gluon.jit
@@ -107,8 +117,8 @@ def reverse_partition(
             mbarrier.wait(tm_ready.index(st), phase)
             e = warpgroup_mma(gl.convert_layout(x, A_T), m_s.index(st), zero, use_acc=False, is_async=True)
             mbarrier.wait(kh_ready.index(st), phase)
-            e = warpgroup_mma(gl.convert_layout(a, A_T), kh_s.index(st).permute((1, 0)), e, is_async=True)
-            keep_state(ds_desc, (save + c) * 128 + half * 64, a, inv, size, s_s, ds_unit_ptr + (save + c) * 2 + half)
+            e = warpgroup_mma(a, kh_s.index(st).permute((1, 0)), e, is_async=True)
+            keep_state(ds_desc, (save + c) * 128 + half * 64, s, inv, size, s_s, ds_unit_ptr + (save + c) * 2 + half)
             e = warpgroup_mma_wait(0, deps=[e])
             ae = gl.convert_layout(e.to(gl.float16), A_T)
             d = warpgroup_mma(ae, tt_s.index(st), zero, use_acc=False, is_async=True)
