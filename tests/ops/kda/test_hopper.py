@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from register_operands import overwritten, overwritten_in
 
 from openkda.ops.kda.api import BoundedGate, SoftplusGate, kda
 from openkda.testing.compare import check_close
@@ -284,7 +285,8 @@ def _signature() -> dict[str, str]:
 
 
 def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[dict[str, int], int, str]:
-    """ptxas's register and spill counts, bytes of shared memory, and ptxas's remarks."""
+    """ptxas's register and spill counts, bytes of shared memory, and ptxas's remarks. No register operand of a product may be
+    written to before the product has been waited for."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -311,8 +313,16 @@ def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[di
             os.path.join(folder, "kernel.cubin"),
         ]
         remarks = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert not overwritten(command[-1])
     counts = {n: int(v) for v, n in re.findall(r"(\d+) bytes (spill stores|spill loads)", remarks)}
     return counts, built.metadata.shared, remarks
+
+
+def test_an_overwritten_operand_is_found() -> None:
+    product = "HGMMA.64x64x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
+    write, wait = "FMNMX R10, R3, R4, !PT", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    assert overwritten_in([product, write, wait]) == [(write, product)]
+    assert not overwritten_in([product, wait, write]) and not overwritten_in([product, "FADD R12, R3, R4", wait])
 
 
 @pytest.mark.parametrize("apart", [False, True])
