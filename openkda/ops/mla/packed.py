@@ -73,8 +73,8 @@ def varlen(call: MLACall) -> Tensor:
     attend, options, q = _varlen_options(q.flatten(0, 1), call.scale)
     longest_q, longest_k = q.shape[0], flat.shape[0]
     if not torch.compiler.is_compiling():  # a graph cannot read the lengths: it takes what they cannot exceed
-        longest_q = longest_sequence(cu_q)
-        longest_k = longest_q if cu_k is cu_q else longest_sequence(cu_k)
+        longest_q = longest_sequence(cu_q, longest_q)
+        longest_k = longest_q if cu_k is cu_q else longest_sequence(cu_k, longest_k)
     wide = D - call.v_dim
     if wide < 0:
         q, k = F.pad(q, (0, -wide)), F.pad(k, (0, -wide))

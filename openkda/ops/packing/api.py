@@ -42,31 +42,43 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
 
 
 _LONGEST = WeakTensorKeyDictionary()
-"""(version, longest sequence) of offsets that were read or came from the host."""
+"""(version, longest sequence, whether that was declared) of offsets that were read or came from the host."""
 
 
-def longest_sequence(cu_seqlens: Tensor) -> int:
+def longest_sequence(cu_seqlens: Tensor, bound: int) -> int:
     """The longest sequence; read once from each tensor, because every reading waits for the GPU, and all layers of a training
-    step are given the same one."""
+    step are given the same one.
+
+    bound: what no sequence can exceed. In the capture of a CUDA graph that is the answer, unless another one was declared: the
+    graph would keep today's number, known from an earlier reading, for tomorrow's offsets.
+    """
+    version, longest, declared = _LONGEST.get(cu_seqlens, (-1, 0, False))
+    if declared:
+        return longest
+    if _is_captured(cu_seqlens):
+        return bound
     if cu_seqlens.is_inference():  # whose changes are not counted
         return _read(cu_seqlens)
-    version, longest = _LONGEST.get(cu_seqlens, (-1, 0))
     if version != cu_seqlens._version:
         longest = _read(cu_seqlens)
-        _LONGEST[cu_seqlens] = cu_seqlens._version, longest
+        _LONGEST[cu_seqlens] = cu_seqlens._version, longest, False
     return longest
+
+
+def _is_captured(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def declare_longest(cu_seqlens: Tensor, longest: int) -> None:
     """No sequence is longer, whatever its offsets come to be: for those of a CUDA graph, which are asked for in its capture."""
-    _LONGEST[cu_seqlens] = cu_seqlens._version, longest
+    _LONGEST[cu_seqlens] = -1, longest, True
 
 
 def move_offsets(cu_seqlens: Tensor, device: torch.device) -> Tensor:
     """Offsets of the host on `device`; `longest_sequence` of them is read here, where it waits for nothing."""
     moved = move(cu_seqlens, device)
     if moved.is_cuda and not moved.is_inference():
-        _LONGEST[moved] = moved._version, _read(cu_seqlens)
+        _LONGEST[moved] = moved._version, _read(cu_seqlens), False
     return moved
 
 

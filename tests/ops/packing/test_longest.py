@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openkda.ops.packing import api
-from openkda.ops.packing.api import longest_sequence, move_offsets
+from openkda.ops.packing.api import declare_longest, longest_sequence, move_offsets
 
 
 def test_it_is_read_once_from_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,14 +14,26 @@ def test_it_is_read_once_from_each_tensor(monkeypatch: pytest.MonkeyPatch) -> No
     original = api._read
     monkeypatch.setattr(api, "_read", lambda cu: (reads.append(1), original(cu))[1])
     cu = torch.tensor([0, 3, 10])
-    assert [longest_sequence(cu) for _ in range(3)] == [7, 7, 7] and len(reads) == 1
+    assert [longest_sequence(cu, 99) for _ in range(3)] == [7, 7, 7] and len(reads) == 1
     cu[1] = 1
-    assert longest_sequence(cu) == 9 and longest_sequence(cu.clone()) == 9 and len(reads) == 3
+    assert longest_sequence(cu, 99) == 9 and longest_sequence(cu.clone(), 99) == 9 and len(reads) == 3
     with torch.inference_mode():
         cu = torch.tensor([0, 3, 10])
-        assert longest_sequence(cu) == 7
+        assert longest_sequence(cu, 99) == 7
         cu[1] = 1
-        assert longest_sequence(cu) == 9
+        assert longest_sequence(cu, 99) == 9
+
+
+def test_a_graph_keeps_no_length_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known from the calls before a capture or not: its replays have other offsets. What was declared holds for all of them."""
+    cu, told = torch.tensor([0, 3, 10]), torch.tensor([0, 3, 10])
+    assert longest_sequence(cu, 99) == 7
+    declare_longest(told, 8)
+    monkeypatch.setattr(api, "_is_captured", lambda t: True)
+    assert longest_sequence(cu, 99) == 99 and longest_sequence(told, 99) == 8
+    monkeypatch.undo()
+    told[1] = 2
+    assert longest_sequence(cu, 99) == 7 and longest_sequence(told, 99) == 8
 
 
 @pytest.mark.gpu
@@ -37,7 +49,7 @@ def test_offsets_of_the_host_are_never_read_back() -> None:
     done = torch.cuda.Event()
     done.record()
     moved = move_offsets(cu, torch.device("cuda"))
-    assert longest_sequence(moved) == 7 and not done.query(), "the host has waited for the GPU"
+    assert longest_sequence(moved, 99) == 7 and not done.query(), "the host has waited for the GPU"
     assert moved.tolist() == cu.tolist()
     moved[1] = 1
-    assert longest_sequence(moved) == 9
+    assert longest_sequence(moved, 99) == 9
