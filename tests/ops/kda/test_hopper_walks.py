@@ -244,6 +244,7 @@ class TestOnTheCard:
         from openkda.ops.kda.triton.autograd import BACKWARDS
 
         BACKWARDS.forget()  # a repeated call takes them from its tape
+        monkeypatch.setattr("openkda.ops.kda.triton.backward.HOPPER_WALKS", True)
         real, calls = walks.walk, []
         monkeypatch.setattr(walks, "walk", lambda *a, **options: (calls.append(1), real(*a, **options))[1])
         yield
