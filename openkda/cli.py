@@ -47,12 +47,12 @@ def train(
         str | None, typer.Option(help="bytes (default), or a tokenizers JSON or tiktoken file.", show_default=False)
     ] = None,
     init_from: Annotated[
-        Path | None, typer.Option(help="Begin with this checkpoint: config, weights and tokenizer; step 0.")
+        str | None, typer.Option(help="Begin with this checkpoint: config, weights and tokenizer; step 0.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     val_data: Annotated[list[str], typer.Option(help="Held-out text. Default: 5 % of the files.")] = [],  # noqa: B006
     device: Device = "auto",
-    resume: Annotated[Path | None, typer.Option(help="Continue this run or checkpoint, to the bit.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Continue this run or checkpoint, to the bit.")] = None,
     settings: Settings = [],  # noqa: B006
 ) -> int:
     """Train a model on text."""
@@ -63,7 +63,7 @@ def train(
     if steps is not None:
         settings = [f"steps={steps}", *settings]
     if resume is None:
-        name = Path(preset).stem if init_from is None else f"{init_from.resolve().name}-tuned"
+        name = Path(preset).stem if init_from is None else f"{Path(init_from).resolve().name}-tuned"
         fields: dict[str, Any] = {"preset": preset, "init_from": init_from, "tokenizer": tokenizer}
         fields["out"] = out or f"runs/{name}"
         options = TrainOptions(data=tuple(data), val_data=tuple(val_data), device=device, **fields)

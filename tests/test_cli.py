@@ -133,7 +133,9 @@ def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str], what: str) -
         ("train --data TEXT --init-from RUN --preset tiny", 1, "none beside init_from"),
         ("train --data TEXT --init-from RUN --set hidden_size=64", 1, "tensors do not fit the settings"),
         ("train --resume RUN --init-from RUN", 1, "leave out --init-from"),
+        ("train --data TEXT --init-from NOTHING", 1, "init_from: expected a directory, received ''"),
         ("train --resume /nowhere", 1, "'/nowhere'"),
+        ("train --resume NOTHING", 1, "expected a checkpoint or run directory, received ''"),
         ("train --resume TEXT", 1, "expected trainer.json"),
         ("train --resume RUN --data TEXT", 1, "leave out --data"),
         ("train --resume RUN --preset tiny --tokenizer bytes", 1, "leave out --preset, --tokenizer"),
@@ -166,7 +168,12 @@ def test_mistakes(
     (inputs / "truncated").mkdir()
     (inputs / "truncated" / "config.json").write_bytes((trained / "last" / "config.json").read_bytes())
     (inputs / "truncated" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    places = {"TEXT": text, "RUN": trained, **{n.upper(): inputs / n for n in ("binary", "empty", "truncated")}}
+    places = {
+        "TEXT": text,
+        "RUN": trained,
+        "NOTHING": "",
+        **{n.upper(): inputs / n for n in ("binary", "empty", "truncated")},
+    }
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     assert run(*(places.get(word, word) for word in arguments.split())) == code

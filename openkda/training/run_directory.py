@@ -119,10 +119,9 @@ def newest(out: Path) -> Path | None:
 
 def find_checkpoint(path: str | Path) -> Path:
     """A checkpoint directory: `path` itself, or the newest one of the run `path`."""
-    path = Path(path)
-    if not path.is_dir():
+    if path == "" or not Path(path).is_dir():  # a variable of a shell that is not set is not where one stands
         raise FileNotFoundError(f"expected a checkpoint or run directory, received {str(path)!r}, which is none")
-    return newest(path) or path
+    return newest(Path(path)) or Path(path)
 
 
 def save(out: Path, state: TrainerState, model: HybridLM, tokenizer: Tokenizer, *, keep: int) -> Path:
