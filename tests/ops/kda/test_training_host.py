@@ -50,14 +50,14 @@ def labelled(card: Card, known: dict[int, str]) -> list[Any]:
 
 @pytest.mark.parametrize("block", [stages.ONE_BLOCK, 0], ids=["one block", "stages"])
 @pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+@pytest.mark.parametrize("walks", [False, True], ids=["portable walks", "walks on Hopper"])
 @pytest.mark.parametrize(
-    "impl, H, HV, lengths, gate, state",
-    [("hopper", 2, 2, (330,), "bounded", True), ("triton", 2, 2, (330,), "softplus", False),
-     ("hopper", 2, 4, (30, 0, 300), "bounded", True), ("hopper", 2, 2, (30, 0, 300), "softplus", False),
-     ("hopper", 12, 12, (4096,), "bounded", False)],
+    "H, HV, lengths, gate, state",
+    [(2, 2, (330,), "bounded", True), (2, 4, (30, 0, 300), "bounded", True), (2, 2, (30, 0, 300), "softplus", False),
+     (12, 12, (4096,), "bounded", False)],
 )  # fmt: skip
 def test_a_repeated_call_hands_over_what_the_first_did(
-    monkeypatch: pytest.MonkeyPatch, impl: str, H: int, HV: int, lengths: tuple[int, ...], gate: str, state: bool,
+    monkeypatch: pytest.MonkeyPatch, H: int, HV: int, lengths: tuple[int, ...], gate: str, state: bool, walks: bool,
     keep: bool, block: int,
 ) -> None:  # fmt: skip
     import openkda.ops.kda.hopper as hopper
@@ -65,8 +65,10 @@ def test_a_repeated_call_hands_over_what_the_first_did(
     import openkda.ops.kda.hopper.launch as module
     import openkda.ops.kda.triton as portable
     import openkda.ops.triton.launch as tapes
+    from openkda.ops.kda.triton import backward
     from openkda.ops.kda.triton.autograd import BACKWARDS
 
+    monkeypatch.setattr(backward, "HOPPER_WALKS", walks)
     kept: list[Any] = []  # so that no address is used again
     empty, allocator = torch.empty, tapes._allocator
 
@@ -91,7 +93,7 @@ def test_a_repeated_call_hands_over_what_the_first_did(
             card.launches.clear()
             x = inputs(H, HV, lengths, gate, state)
             options = {"use_qk_l2norm": True, "use_beta_sigmoid": True, "output_final_state": state}
-            out = kda(**x, **options, impl=impl, recompute=not keep)
+            out = kda(**x, **options, impl="hopper" if walks or not keep else "triton", recompute=not keep)
             own = {"A_log": x["gate"].A_log, "dt_bias": x["gate"].dt_bias}
             named = {n: t for n, t in (x | own).items() if isinstance(t, Tensor) and t.requires_grad}
             up = [t for t in out if t is not None]
@@ -113,3 +115,15 @@ def test_a_repeated_call_hands_over_what_the_first_did(
     for i, (first, *others) in enumerate(zip(*runs, strict=True)):
         for other in others:
             assert first == other, f"launch {i}"
+
+
+def test_without_its_walks_hopper_leaves_calls_that_keep_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openkda.ops.kda.hopper as hopper
+    from openkda.ops.kda.triton import backward
+
+    monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
+    x = inputs(2, 2, (330,), "bounded", True)
+    options = {"use_qk_l2norm": True, "use_beta_sigmoid": True, "recompute": False, "impl": "hopper"}
+    monkeypatch.setattr(backward, "HOPPER_WALKS", False)
+    with pytest.raises(NotImplementedError, match="recompute other than False"):
+        kda(**x, **options)

@@ -48,9 +48,17 @@ def refusals(call: KDACall) -> list[str]:
         reasons.append(f"between 1 and 2^31 token-heads, received {B * T * HV}")
     if call.cu_seqlens is None and T <= SHORT:
         reasons.append(f"more than {SHORT} tokens a sequence, received {T}")
+    if call.keeps and not _keeps_chunks():
+        reasons.append("recompute other than False, received False (its backward does not read the forward's chunks)")
     if call.num_sequences > MAX_SEQUENCES and call.cu_seqlens is not None:
         reasons.append(f"at most {MAX_SEQUENCES} sequences in a pack, received {call.num_sequences}")
     return reasons
+
+
+def _keeps_chunks() -> bool:
+    from openkda.ops.kda.triton import backward
+
+    return backward.HOPPER_WALKS
 
 
 def run(call: KDACall) -> KDAOutput:

@@ -12,14 +12,13 @@ from openkda.ops.kda.hopper.backward import fits_walks
 from openkda.ops.kda.hopper.launch import _Problem, _rows, _scan
 from openkda.ops.kda.hopper.schedule import fits_workspace
 from openkda.ops.kda.hopper.walks import prepared
-from openkda.ops.kda.triton import backward as host
 from openkda.ops.kda.triton.backward import walk_of
 from openkda.ops.kda.triton.launch import CHUNK, Args, aligned
 
 
 def can_keep(a: Args) -> bool:
     """Whether `forward` takes this call, and the backward what it keeps."""
-    return host.HOPPER_WALKS and fits_walks(a, a.v, None) and fits_workspace(walk_of(a).slots * a.v.shape[2])
+    return fits_walks(a, a.v, None) and fits_workspace(walk_of(a).slots * a.v.shape[2])
 
 
 def forward(a: Args, workspaces: list[Tensor]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
