@@ -66,7 +66,7 @@ def longest_sequence(cu_seqlens: Tensor, bound: int) -> int:
 
 
 def _is_captured(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return t.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def declare_longest(cu_seqlens: Tensor, longest: int) -> None:
