@@ -90,8 +90,8 @@ def _operator(name: str) -> tuple[Any, Any]:
     return forward, reflected
 
 
-for _sign, _name in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "true_divide"), ("and", "bitwise_and"), ("or", "bitwise_or"),
-                     ("mod", "remainder"), ("rshift", "bitwise_right_shift"), ("lshift", "bitwise_left_shift")):  # fmt: skip
+for _sign, _name in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "true_divide"), ("and", "bitwise_and"),
+                     ("or", "bitwise_or"), ("mod", "remainder"), ("rshift", "bitwise_right_shift"), ("lshift", "bitwise_left_shift")):  # fmt: skip
     for _attribute, _function in zip((f"__{_sign}__", f"__r{_sign}__"), _operator(_name), strict=True):
         setattr(Value, _attribute, _function)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
