@@ -91,7 +91,8 @@ def _operator(name: str) -> tuple[Any, Any]:
 
 
 for _sign, _name in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "true_divide"), ("and", "bitwise_and"),
-                     ("or", "bitwise_or"), ("mod", "remainder"), ("rshift", "bitwise_right_shift"), ("lshift", "bitwise_left_shift")):  # fmt: skip
+                     ("or", "bitwise_or"), ("mod", "remainder"), ("rshift", "bitwise_right_shift"),
+                     ("lshift", "bitwise_left_shift")):  # fmt: skip
     for _attribute, _function in zip((f"__{_sign}__", f"__r{_sign}__"), _operator(_name), strict=True):
         setattr(Value, _attribute, _function)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
