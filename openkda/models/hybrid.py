@@ -138,11 +138,7 @@ class HybridModel(nn.Module):
         for i, layer in enumerate(self.layers):
             before = None if state is None else state[i]
             run = partial(layer, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
-            if recompute:
-                x, due = x if due is None else x + due, None  # kept between layers: one tensor, not two
-                x, due, bank, after = checkpoint(run, x, due, bank, use_reentrant=False)
-            else:
-                x, due, bank, after = run(x, due, bank)
+            x, due, bank, after = checkpoint(run, x, due, bank, use_reentrant=False) if recompute else run(x, due, bank)
             states.append(after)
         if bank is not None:
             x = x if due is None else x + due
