@@ -20,7 +20,6 @@ from openkda.ops.kda.triton.launch import Args, Limited
 from openkda.ops.kda.triton.prepare import BETA_FLOOR
 from openkda.ops.triton.api import launch, padded, steps_of
 
-BOUNDED = 2  # the gate's number in `Args`
 REGISTERS = 168  # a thread: three programs of four warps an SM
 
 

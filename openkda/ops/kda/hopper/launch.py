@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
+from openkda.ops.kda.hopper import BOUNDED
 from openkda.ops.kda.hopper.chains import kda_ranks_kernel
 from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.levels import kda_prepare_levels_kernel
@@ -45,8 +46,6 @@ from openkda.ops.triton.api import as_taken, compile_ahead, enter, first_of_kind
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
-BOUNDED = 2
-"""The bounded gate's number in `triton.launch.Args`."""
 REGISTERS = 168
 """A thread's, so that three programs of four warps share an SM."""
 APART = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openkda.ops.kda.hopper import HEAD
-from openkda.ops.kda.hopper.backward import BOUNDED, REGISTERS
+from openkda.ops.kda.hopper import BOUNDED, HEAD
+from openkda.ops.kda.hopper.backward import REGISTERS
 from openkda.ops.kda.hopper.launch import (
     _HALF,
     _ROWS,
