@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 import backward_checks as checks
-import gluon_roles_on_cpu as on_cpu
+import gluon_clocks_on_cpu as on_cpu
 from gluon_on_cpu import Value
 
 from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
