@@ -1,4 +1,5 @@
-"""Which schedule runs, from sizes alone: never from the gate, so that slow and fast decay take the same time.
+"""Which schedule runs, from sizes and whether the gate is bounded: never from its values, so that slow and fast decay take
+the same time.
 
 Times of the parts on one H200, in microseconds, from which the cost of each schedule follows; the scan gives each half of the
 value channels its own CTA while twice the chains fit the SMs. They pick the fastest measured schedule of every line of
