@@ -23,9 +23,6 @@ from openkda.ops.kda.hopper.factors import (
     B3H,
     BPH,
     F1,
-    FLAT1,
-    FLAT2,
-    FLAT3,
     FR,
     LBR,
     LG,
@@ -39,23 +36,18 @@ from openkda.ops.kda.hopper.factors import (
     _columns,
     _flat,
     _half_view,
-    _invert_tiles,
     _load_beta,
     _masked,
-    _merge_tiles,
     _rescale_columns,
     _rows,
     _scaled,
     _square_norm,
-    _store_m,
     _store_pair,
-    _store_t,
     _tile_factors,
     _tri,
-    barriers,
 )
 from openkda.ops.kda.hopper.instructions import ALL_NAN, LOG2E, _ex2, _ex2_neg_abs, _lg2, _rate, _rcp, _rsqrt
-from openkda.ops.kda.hopper.prepare import _locate, _store_quarters
+from openkda.ops.kda.hopper.prepare import _locate, chunk_tiles, fetch_chunk, first_tile, store_inverse, store_norms
 
 FORGOTTEN = gl.constexpr(-57.7)  # of `triton/gate_math.py`
 SOFTPLUS = gl.constexpr(1)
@@ -199,33 +191,11 @@ def _chunk(
     slot, hv, row0, n, groups, HV, scale, GATE: gl.constexpr, NORMS: gl.constexpr,
 ):  # fmt: skip
     """Factors of one chunk and value head, in shared memory laid out as `prepare._prepare_chunk` does."""
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
-    g_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
-    kc_s = gl.allocate_shared_memory(gl.float16, [64, 128], S64)
-    ab_s = gl.allocate_shared_memory(gl.float16, [64, 32], S64)
-    sums_s = gl.allocate_shared_memory(gl.float16, [64, 32], S64)
-    ck_s = gl.allocate_shared_memory(gl.float16, [2, 4, 64], FLAT2)
-    e1_s = gl.allocate_shared_memory(gl.float16, [4, 32], FLAT1)
-    c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
-    b_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
-    t_s = sums_s._reinterpret(gl.float32, [2, 4, 128], FLAT2).index(0)
-    xb_s = sums_s._reinterpret(gl.float16, [4, 4, 128], FLAT2).index(2)._reinterpret(gl.float16, [4, 4, 32], FLAT2)
-    fk_s = sums_s._reinterpret(gl.float16, [4, 4, 128], FLAT2).index(3)._reinterpret(gl.float16, [4, 4, 32], FLAT2)
-    xp_s = sums_s._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
-    lt_s = ab_s._reinterpret(gl.float32, [16, 4, 16], FLAT2)
+    q_s, k_s, g_s, kc_s, c2_s, b_s, anchors, inversion = chunk_tiles()
+    t_s, xb_s, fk_s, ck_s, e1_s = anchors
     kt_s = k_s._reinterpret(gl.float16, [64, 128], S64)
     qt_s = q_s._reinterpret(gl.float16, [64, 128], S64)
-    tm_s = g_s._reinterpret(gl.float16, [2, 64, 64], S64)
-    full = barriers(2, 1)
-    fence_async_shared()
-    gl.thread_barrier()
-    hq = hv // groups
-    mbarrier.expect(full.index(0), 16384)
-    tma.async_copy_global_to_shared(g_desc, [row0, hv * 128], full.index(0), g_s)
-    mbarrier.expect(full.index(1), 32768)
-    tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], full.index(1), q_s)
-    tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], full.index(1), k_s)
+    full, _ = fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups)
     rate = 1.0
     if GATE == SOFTPLUS:
         rate = _rate(gl.load(a_log_ptr + hv).to(gl.float32))
@@ -245,10 +215,7 @@ def _chunk(
     rq = _rsqrt(_square_norm(q_s) + 1e-6)
     rk = _rsqrt(_square_norm(k_s) + 1e-6)
     if NORMS:
-        tile = gl.arange(0, 4, layout=gl.SliceLayout(1, ROW3))[:, None]
-        at = norm_ptr + (tile * 48 + gl.arange(0, 16, layout=I3)[None, :])
-        gl.store(at, rk, mask=tile * 16 < n)
-        gl.store(at + 16, rq, mask=tile * 16 < n)
+        store_norms(norm_ptr, rk, rq, n)
     rq = scale * rq
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
@@ -263,15 +230,7 @@ def _chunk(
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 64, 0], qt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
     low, m = _masked((ld, la, l0, l1, md, ma, m0, m1), b_s)
-    _store_m(tm_s.index(0), m[0], m[1])
-    _invert_tiles(low[0], lt_s, xp_s.index(0))
-    gl.thread_barrier()
-    th, far = _merge_tiles(low[1], low[2], xp_s.index(0), xp_s.index(1), ab_s, sums_s)
-    _store_t(tm_s.index(1), th, far, b_s)
-    fence_async_shared()
-    gl.thread_barrier()
-    _store_quarters(tm_desc, ws, tm_s)
-    tma.store_wait(0)
+    store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion)
 
 
 @gluon.jit(do_not_specialize=["T", "n_seqs", "tiles"])
@@ -294,13 +253,7 @@ def kda_prepare_levels_kernel(
     if item < end:
         slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
         if NORMS:
-            if VARLEN:
-                seq = gl.sum((upto <= slot).to(gl.int32), axis=0)
-                start = gl.load(cu_ptr + seq).to(gl.int32)
-                tile = start // 16 + seq + (row0 - start) // 16
-            else:
-                per = (T + 63) // 64
-                tile = slot // per * ((T + 15) // 16) + slot % per * 4
+            tile = first_tile(slot, row0, upto, cu_ptr, T, VARLEN)
             norm_ptr += (hv * tiles + tile).to(gl.int64) * 48
         _chunk(
             q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, norm_ptr, slot, hv, row0, n, groups,

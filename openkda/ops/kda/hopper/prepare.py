@@ -77,20 +77,8 @@ def _store_quarters(tm_desc, ws, tm_s):
 
 
 @gluon.jit
-def _prepare_chunk(
-    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
-    slot, hv, row0, n, groups, HV, scale, bound, norm_ptr, NORMS: gl.constexpr = False,
-    k_ptr=0, k_row=0, APART: gl.constexpr = False,
-):  # fmt: skip
-    """Factors of one chunk and value head; NORMS: and what its keys and queries were multiplied by. What each tile of shared
-    memory holds, in this order:
-
-    g      g   decays                   M, T -> memory
-    k      k              Kt -> memory
-    q      q              Qt -> memory
-    kc     keys to tile ends  Kh -> memory
-    rest   sums                         inversion
-    """
+def chunk_tiles():
+    """Shared memory of a chunk: q, k, g, keys to tile ends, bias, write strengths; what anchors and the inversion need."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
     g_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], S64)
@@ -106,9 +94,12 @@ def _prepare_chunk(
     fk_s = sums_s._reinterpret(gl.float16, [4, 4, 128], FLAT2).index(3)._reinterpret(gl.float16, [4, 4, 32], FLAT2)
     xp_s = sums_s._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
     lt_s = ab_s._reinterpret(gl.float32, [16, 4, 16], FLAT2)
-    kt_s = k_s._reinterpret(gl.float16, [64, 128], S64)
-    qt_s = q_s._reinterpret(gl.float16, [64, 128], S64)
-    tm_s = g_s._reinterpret(gl.float16, [2, 64, 64], S64)
+    return q_s, k_s, g_s, kc_s, c2_s, b_s, (t_s, xb_s, fk_s, ck_s, e1_s), (lt_s, xp_s, ab_s, sums_s)
+
+
+@gluon.jit
+def fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups):
+    """Sends for the raw tiles; what to wait for, g, then q and k, and the head of q and k."""
     full = barriers(2, 1)
     fence_async_shared()
     gl.thread_barrier()
@@ -118,6 +109,67 @@ def _prepare_chunk(
     mbarrier.expect(full.index(1), 32768)
     tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], full.index(1), q_s)
     tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], full.index(1), k_s)
+    return full, hq
+
+
+@gluon.jit
+def store_norms(norm_ptr, rk, rq, n):
+    """What keys and queries are multiplied by, of tiles that exist."""
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, M3)))[:, None]
+    at = norm_ptr + (tile * 48 + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :])
+    gl.store(at, rk, mask=tile * 16 < n)
+    gl.store(at + 16, rq, mask=tile * 16 < n)
+
+
+@gluon.jit
+def store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion):
+    """Inverts what `_masked` left of a chunk and sends T and M, through the tile that held the decays."""
+    lt_s, xp_s, ab_s, sums_s = inversion
+    tm_s = g_s._reinterpret(gl.float16, [2, 64, 64], S64)
+    _store_m(tm_s.index(0), m[0], m[1])
+    _invert_tiles(low[0], lt_s, xp_s.index(0))
+    gl.thread_barrier()
+    th, far = _merge_tiles(low[1], low[2], xp_s.index(0), xp_s.index(1), ab_s, sums_s)
+    _store_t(tm_s.index(1), th, far, b_s)
+    fence_async_shared()
+    gl.thread_barrier()
+    _store_quarters(tm_desc, ws, tm_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def first_tile(slot, row0, upto, cu_ptr, T, VARLEN: gl.constexpr):
+    """Of a chunk, among the tiles of 16 tokens of a value head (`triton/launch.py` counts them)."""
+    if VARLEN:
+        seq = gl.sum((upto <= slot).to(gl.int32), axis=0)
+        start = gl.load(cu_ptr + seq).to(gl.int32)
+        tile = start // 16 + seq + (row0 - start) // 16
+    else:
+        per = (T + 63) // 64
+        tile = slot // per * ((T + 15) // 16) + slot % per * 4
+    return tile
+
+
+@gluon.jit
+def _prepare_chunk(
+    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
+    slot, hv, row0, n, groups, HV, scale, bound, norm_ptr, NORMS: gl.constexpr = False,
+    k_ptr=0, k_row=0, APART: gl.constexpr = False,
+):  # fmt: skip
+    """Factors of one chunk and value head; NORMS: and what its keys and queries were multiplied by. What each tile of shared
+    memory holds, in this order:
+
+    g      g   decays                   M, T -> memory
+    k      k              Kt -> memory
+    q      q              Qt -> memory
+    kc     keys to tile ends  Kh -> memory
+    rest   sums                         inversion
+    """
+    q_s, k_s, g_s, kc_s, c2_s, b_s, anchors, inversion = chunk_tiles()
+    t_s, xb_s, fk_s, ck_s, e1_s = anchors
+    kt_s = k_s._reinterpret(gl.float16, [64, 128], S64)
+    qt_s = q_s._reinterpret(gl.float16, [64, 128], S64)
+    full, hq = fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups)
     chan = gl.arange(0, 128, layout=F1)
     c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
     c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
@@ -136,10 +188,7 @@ def _prepare_chunk(
     rq = _rsqrt(_square_norm(q_s) + 1e-6)
     rk = _rsqrt(_square_norm(k_s) + 1e-6)
     if NORMS:
-        tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, M3)))[:, None]
-        at = norm_ptr + (tile * 48 + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :])
-        gl.store(at, rk, mask=tile * 16 < n)
-        gl.store(at + 16, rq, mask=tile * 16 < n)
+        store_norms(norm_ptr, rk, rq, n)
     rq = scale * rq
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     at = dec_ptr + ws.to(gl.int64) * (256 if APART else 128) + gl.arange(0, 128, layout=gl.SliceLayout(0, FR))
@@ -167,15 +216,7 @@ def _prepare_chunk(
         else:
             gl.store(at + 128, gl.full([128], NOTHING, gl.float32, gl.SliceLayout(0, FR)))
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
-    _store_m(tm_s.index(0), m[0], m[1])
-    _invert_tiles(low[0], lt_s, xp_s.index(0))
-    gl.thread_barrier()
-    th, far = _merge_tiles(low[1], low[2], xp_s.index(0), xp_s.index(1), ab_s, sums_s)
-    _store_t(tm_s.index(1), th, far, b_s)
-    fence_async_shared()
-    gl.thread_barrier()
-    _store_quarters(tm_desc, ws, tm_s)
-    tma.store_wait(0)
+    store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion)
 
 
 @gluon.jit(do_not_specialize=["T", "n_seqs"])
@@ -227,13 +268,7 @@ def kda_prepare_backward_kernel(
         last = item + 1
     if item < last:
         slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
-        if VARLEN:
-            seq = gl.sum((upto <= slot).to(gl.int32), axis=0)
-            start = gl.load(cu_ptr + seq).to(gl.int32)
-            tile = start // 16 + seq + (row0 - start) // 16
-        else:
-            per = (T + 63) // 64
-            tile = slot // per * ((T + 15) // 16) + slot % per * 4
+        tile = first_tile(slot, row0, upto, cu_ptr, T, VARLEN)
         norm_ptr += (hv * tiles + tile).to(gl.int64) * 48
         _prepare_chunk(
             q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n, groups, HV,
