@@ -256,6 +256,18 @@ def _launch(
     note(ready, (*grid, 1), descriptors, pointers, (*sizes, *numbers, *constants))
 
 
+def operands_in(workspace: Tensor, count: int, apart: bool = False) -> _Operands:
+    """Where everything lies in a workspace of `count` chunks and heads: rows, quarters, decays; behind them a pack's ranks."""
+    at = workspace.data_ptr()
+    rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
+    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
+    descriptors = (
+        _descriptor(rows, count * 3 * CHUNK, 128, 128, [CHUNK, 128], _ROWS),
+        _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
+    )
+    return _Operands(workspace, descriptors, decay, ranks, apart)
+
+
 def _prepare(p: _Problem) -> _Operands:
     packed = p.cu_seqlens is not None
     n, t, hv = p.sequences, p.tokens, p.heads
@@ -264,18 +276,11 @@ def _prepare(p: _Problem) -> _Operands:
         count * SLOT_BYTES + (16 * PADDED[-1] if packed else 16), dtype=torch.uint8, device=p.q.device
     )
     p.uses(workspace)
-    at = workspace.data_ptr()
-    rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
-    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
-    descriptors = (
-        _descriptor(rows, count * 3 * CHUNK, 128, 128, [CHUNK, 128], _ROWS),
-        _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
-    )
     bounded = p.gate == BOUNDED
-    w = _Operands(workspace, descriptors, decay, ranks, APART and bounded)
+    w = operands_in(workspace, count, APART and bounded)
     block = [CHUNK, 128]
-    matrices = (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *descriptors)
-    pointers = (decay, ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens)
+    matrices = (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *w.descriptors)
+    pointers = (w.decay, w.ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens)
     for padded in _vectors(p):
         if bounded:
             _launch(
@@ -284,7 +289,7 @@ def _prepare(p: _Problem) -> _Operands:
             )  # fmt: skip
         else:
             _launch(
-                kda_prepare_levels_kernel, (count, 1), matrices, (*pointers, decay), (hv, hv // p.q.shape[2]),
+                kda_prepare_levels_kernel, (count, 1), matrices, (*pointers, w.decay), (hv, hv // p.q.shape[2]),
                 (t, n, 0, p.scale), (packed, padded, not packed, False, p.gate), p.index, maxnreg=REGISTERS,
             )  # fmt: skip
     return w

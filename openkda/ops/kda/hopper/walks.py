@@ -13,10 +13,10 @@ from openkda.ops.kda.hopper.launch import (
     _descriptor,
     _launch,
     _Operands,
-    _Place,
     _rows,
     _sm_count,
     _tiles,
+    operands_in,
 )
 from openkda.ops.kda.hopper.levels import kda_prepare_levels_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_backward_kernel
@@ -61,24 +61,14 @@ def walk(
 
 
 def workspace_bytes(a: Args, slots: int) -> int:
-    """Of the chunks of all heads, a pack's ranks and a counter beside them."""
+    """Of the chunks of all heads and a pack's ranks."""
     padded = padded_count(a.num_sequences) if a.cu is not None else 16
-    return slots * a.v.shape[2] * SLOT_BYTES + 16 * padded + 32
+    return slots * a.v.shape[2] * SLOT_BYTES + 16 * padded
 
 
 def operands_of(a: Args, slots: int, workspace: Tensor) -> _Operands:
     """Where everything lies in a workspace of that size."""
-    count, at = slots * a.v.shape[2], workspace.data_ptr()
-    rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
-    decay, ranks = (
-        _Place(at + count * (49152 + 12288), torch.float32),
-        _Place(at + count * SLOT_BYTES + 16, torch.int32),
-    )
-    descriptors = (
-        _descriptor(rows, count * 3 * CHUNK, HEAD, HEAD, [CHUNK, HEAD], _ROWS),
-        _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
-    )
-    return _Operands(workspace, descriptors, decay, ranks)
+    return operands_in(workspace, slots * a.v.shape[2])
 
 
 def prepared(a: Args, slots: int, tiles: int, token: Tensor) -> _Operands:
