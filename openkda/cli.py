@@ -220,6 +220,7 @@ def make_checkpoint(
         experts_per_token=experts_per_token, vocab_size=vocab_size, vision_layers=vision_layers, seed=seed, overwrite=overwrite,
     )  # fmt: skip
     print(f"{out}: written; see it with: openkda inspect {out}")
+    print(f"it has no tokenizer; to train it on text: openkda train --init-from {out} --tokenizer bytes --data FILES")
     return 0
 
 

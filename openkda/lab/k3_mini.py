@@ -3,9 +3,8 @@
     python -m openkda.lab.k3_mini --out runs/k3-mini --seeds 0 1 2      # as many steps as the demo takes; --jobs 6 at once
     python -m openkda.lab.k3_mini --overhead                            # what Attention Residuals and balancing cost a step
 
-The K3 side has one block of Attention Residuals, Stable LatentMoE with Quantile Balancing and SiTU-GLU; both have the bounded
-gate and full-rank output gates. A token is multiplied with as many matrix weights on either side: a dense layer of
-3 * 128 * 288 equals latent projections, router, shared expert and four of sixteen experts of width 80.
+The K3 side is the preset "k3-mini": one block of Attention Residuals, Stable LatentMoE with Quantile Balancing and SiTU-GLU;
+both have the bounded gate and full-rank output gates, and multiply a token with as many matrix weights.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from openkda.lab.demo import demo_options
 from openkda.layers.balance import QuantileBalancer
+from openkda.models.config import ModelConfig
 from openkda.models.hybrid import HybridLM
 from openkda.models.inspect import describe
 from openkda.models.presets import PRESETS
@@ -37,12 +36,7 @@ from openkda.training.optim import Optimizer, group_parameters
 from openkda.training.options import TrainOptions
 from openkda.training.train import train
 
-K3: dict[str, Any] = {
-    "attn_res_block_size": PRESETS["demo"].num_hidden_layers, "num_experts": 16, "num_experts_per_token": 4,
-    "num_shared_experts": 1, "moe_intermediate_size": 80, "routed_expert_hidden_size": 64, "latent_moe_use_norm": True,
-    "first_k_dense_replace": 1, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
-}  # fmt: skip
-SIDES: dict[str, dict[str, Any]] = {"plain": {}, "k3": K3}
+SIDES = {"plain": "demo", "k3": "k3-mini"}  # presets
 STEPS = 240  # of 2,048 bytes: what the demo trains on in its minutes
 
 
@@ -64,7 +58,7 @@ def compare(out: str | Path, *, steps: int = STEPS, seeds: Sequence[int] = (0, 1
     read, not repeated. Needs the extra `lab` for the picture.
     """
     out = Path(out)
-    sizes = {side: describe(PRESETS["demo"].replace(**fields)).active_parameters for side, fields in SIDES.items()}
+    sizes = {side: describe(PRESETS[preset]).active_parameters for side, preset in SIDES.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"sides: expected equal active parameters, received {sizes}")
     runs = [(out / f"{side}-{seed}", side, seed, steps) for seed in seeds for side in SIDES]
@@ -95,10 +89,11 @@ def summary(curves: Sequence[Curve]) -> str:
 def overhead(rounds: int = 21) -> dict[str, float]:
     """A whole training step of the K3 side over the same step with one part left out, minus 1: median of rounds in each of
     which all take a turn. Processor time, which other programs' turns do not lengthen."""
-    whole = _stepper(K3, balanced=True)
+    k3 = PRESETS[SIDES["k3"]]
+    whole = _stepper(k3, balanced=True)
     without = {
-        "Attention Residuals": _stepper({**K3, "attn_res_block_size": None}, balanced=True),
-        "balancing": _stepper(K3, balanced=False),
+        "Attention Residuals": _stepper(k3.replace(attn_res_block_size=None), balanced=True),
+        "balancing": _stepper(k3, balanced=False),
     }
     ratios: dict[str, list[float]] = {name: [] for name in without}
     for _ in range(rounds + 1):
@@ -114,10 +109,10 @@ def _processor_time(call: Callable[[], None]) -> float:
     return time.process_time() - began
 
 
-def _stepper(fields: dict[str, Any], *, balanced: bool) -> Callable[[], None]:
+def _stepper(config: ModelConfig, *, balanced: bool) -> Callable[[], None]:
     """One step of the demo's size on random bytes, as `openkda.training.trainer` takes it."""
     options = demo_options(Path("unused"), seconds=0.0, steps=1, quick=False, seed=0)
-    model = HybridLM(PRESETS["demo"].replace(**fields))
+    model = HybridLM(config)
     model.init_weights(0)
     optimizer = Optimizer(
         group_parameters(model), lr=1e-4, weight_decay=options.weight_decay, momentum=options.momentum,
@@ -142,7 +137,7 @@ def _stepper(fields: dict[str, Any], *, balanced: bool) -> Callable[[], None]:
 def _run(out: Path, side: str, seed: int, steps: int) -> Curve:
     if not (out / "done").is_file():
         options = demo_options(out, seconds=0.0, steps=steps, quick=False, seed=seed).to_dict()
-        options |= {"model": SIDES[side], "val_every": max(1, steps // 4), "val_tokens": 32768, "log_every": 5}
+        options |= {"preset": SIDES[side], "val_every": max(1, steps // 4), "val_tokens": 32768, "log_every": 5}
         result = train(TrainOptions.from_dict(options))
         if result.interrupted is not None:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Named configurations: two for a laptop, one for a GPU, two as published.
+"""Named configurations: three for a laptop, one for a GPU, two as published.
 
 Sources: `config.json` of moonshotai/Kimi-Linear-48B-A3B-Instruct (revision e1df551a) and of moonshotai/Kimi-K3 (revision
 9f62e4e9). Layer lists are 1-based there and here.
@@ -25,6 +25,25 @@ SMALL_KDA, SMALL_FULL = _every_fourth(12)
 LINEAR_KDA, LINEAR_FULL = _every_fourth(27)
 K3_KDA, K3_FULL = _every_fourth(93)  # 92 and 93 are both MLA: 24 of 93 layers
 
+_DEMO = ModelConfig(
+    vocab_size=260,
+    hidden_size=128,
+    num_hidden_layers=8,
+    intermediate_size=288,
+    kda_layers=DEMO_KDA,
+    full_attn_layers=DEMO_FULL,
+    kda_num_heads=4,
+    kda_head_dim=32,
+    gate_lower_bound=-5.0,
+    use_full_rank_gate=True,
+    num_attention_heads=4,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    mla_use_output_gate=True,
+)
+
 PRESETS: dict[str, ModelConfig] = {
     # For tests and first experiments: 0.2 M parameters, bytes.
     "tiny": ModelConfig(
@@ -46,23 +65,21 @@ PRESETS: dict[str, ModelConfig] = {
         mla_use_output_gate=True,
     ),
     # Trained by `openkda demo` on two CPU cores in minutes: 1.7 M parameters, bytes.
-    "demo": ModelConfig(
-        vocab_size=260,
-        hidden_size=128,
-        num_hidden_layers=8,
-        intermediate_size=288,
-        kda_layers=DEMO_KDA,
-        full_attn_layers=DEMO_FULL,
-        kda_num_heads=4,
-        kda_head_dim=32,
-        gate_lower_bound=-5.0,
-        use_full_rank_gate=True,
-        num_attention_heads=4,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        mla_use_output_gate=True,
+    "demo": _DEMO,
+    # Kimi K3 in miniature: 3.0 M parameters, bytes. As many active matrix weights a token as "demo": of a dense layer's
+    # 3 * 128 * 288, latent projections, router, shared expert and four of sixteen experts of width 80.
+    "k3-mini": _DEMO.replace(
+        hidden_act="situ",
+        activation_situ_beta=4.0,
+        activation_situ_linear_beta=25.0,
+        attn_res_block_size=8,
+        num_experts=16,
+        num_experts_per_token=4,
+        num_shared_experts=1,
+        moe_intermediate_size=80,
+        routed_expert_hidden_size=64,
+        latent_moe_use_norm=True,
+        first_k_dense_replace=1,
     ),
     # For one GPU and an evening: 79.0 M parameters in the layers, and 25.2 M in an embedding of 32,768 tokens.
     "100m": ModelConfig(

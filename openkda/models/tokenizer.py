@@ -134,7 +134,10 @@ def _from_directory(directory: Path) -> Tokenizer:
         return FileTokenizer(directory / "tokenizer.json")
     if (directory / RANK_FILE).exists():
         return load_tiktoken(directory)
-    raise FileNotFoundError(f"{directory}: expected {RECORD}, tokenizer.json or {RANK_FILE} in it, found none")
+    raise FileNotFoundError(
+        f"{directory}: expected {RECORD}, tokenizer.json or {RANK_FILE} in it, found none; a run on text gives it one: "
+        f"openkda train --init-from {directory} --tokenizer bytes (or a file)"
+    )
 
 
 def _read(path: Path) -> str:

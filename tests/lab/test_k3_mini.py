@@ -22,7 +22,7 @@ def finished(out: Path, side: str, seed: int, last: float) -> None:
 
 
 def test_both_sides_multiply_a_token_with_as_many_weights() -> None:
-    sides = {side: PRESETS["demo"].replace(**fields) for side, fields in k3_mini.SIDES.items()}
+    sides = {side: PRESETS[preset] for side, preset in k3_mini.SIDES.items()}
     assert len({describe(c).active_parameters for c in sides.values()}) == 1
     assert HybridLM(sides["k3"]).num_parameters() > HybridLM(sides["plain"]).num_parameters()
 
