@@ -1,4 +1,4 @@
-"""The documents keep their promises: their code runs, their commands and links exist, and the map names every file.
+"""The documents keep their promises: their code runs, commands, links and numbers exist, and the map names every file.
 
 Every fenced `python` block of README.md and docs/*.md is executed, one namespace a file, in order. A block may be fenced
 `python no-run` only if it needs a GPU or a download, and must then show it by naming a CUDA device or `from_pretrained`.
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(d.relative_to(ROOT)) for d in DOCUMENTS]
 README = (ROOT / "README.md").read_text()
+MAP, MEASURED = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("map", "measured"))
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.S | re.M)
 NEEDS_MORE = ('"cuda', "'cuda", "from_pretrained")
@@ -163,8 +164,7 @@ def test_python_programs_and_extras_exist() -> None:
 
 
 def map_rows() -> list[tuple[str, str]]:
-    section = README.split("\n## Map\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.M)
+    return re.findall(r"^\| `([^`]+)` \| (.*) \|$", MAP, re.M)
 
 
 def first_sentence(path: Path) -> str:
@@ -179,7 +179,7 @@ def test_the_map_names_every_file_of_the_package_once() -> None:
     files = {str(p.relative_to(ROOT)) for p in (ROOT / "openkda").rglob("*.py") if p.name != "__init__.py"}
     assert not {p for p, n in mapped.items() if n > 1}, "files with more than one row"
     missing = "\n".join(f"| `{path}` | {first_sentence(ROOT / path)} |" for path in sorted(files - set(mapped)))
-    assert not missing, f"the README's map lacks these files; rows to begin with:\n{missing}"
+    assert not missing, f"docs/map.md lacks these files; rows to begin with:\n{missing}"
     assert set(mapped) - files == set(), "rows of the map without a file"
     for path, line in rows:
         assert (ROOT / path).exists(), f"the map names {path}, which does not exist"
@@ -198,16 +198,36 @@ def numbers(value: object) -> Iterator[float]:
 
 
 def test_measured_numbers_are_those_of_the_results() -> None:
-    """Every number in a cell of the README's tables of measurements is one of benchmarks/results, as rounded there."""
+    """Every number in a cell of the tables of measurements is one of benchmarks/results, as rounded there."""
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     measured = [n for file in files for n in numbers(json.loads(file.read_text()))]
-    section = README.split("\n## Measured\n")[1].split("\n## ")[0]
+    section = README.split("\n## Measured\n")[1].split("\n## ")[0] + MEASURED
     cells = [c for row in re.findall(r"^\| .* \|$", section, re.M) for c in row.strip("| ").split(" | ")[1:]]
     shown = [m[0] for cell in cells if (m := re.fullmatch(r"\d[\d,]*(?:\.\d+)?", cell))]
-    assert len(shown) > 10
+    assert len(shown) > 60
     for text in shown:
         value, digits = float(text.replace(",", "")), len(text.partition(".")[2])
-        assert any(round(n, digits) == value for n in measured), f"the README shows {text}, which no result rounds to"
+        assert any(round(n, digits) == value for n in measured), f"a table shows {text}, which no result rounds to"
+
+
+def test_the_readme_says_what_the_page_of_measurements_says() -> None:
+    """Every number of the README's short table stands in a table of docs/measured.md, so that one cannot grow old alone."""
+    number = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d)?"
+    rows = re.findall(r"^\| .* \|$", README.split("\n## Measured\n")[1].split("\n## ")[0], re.M)[2:]
+    known = set(re.findall(number, "\n".join(re.findall(r"^\| .* \|$", MEASURED, re.M))))
+    shown = [n for row in rows for cell in row.strip("| ").split(" | ")[2:] for n in re.findall(number, cell)]
+    assert len(shown) > 15
+    assert not set(shown) - known
+
+
+def test_the_readme_lists_every_page() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", README.split("\n## Pages\n")[1]))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_readme_reads_in_minutes() -> None:
+    """At 240 words a minute, code and tables included."""
+    assert len(README.split()) < 1800
 
 
 # ---- words that belong to no reader ----
