@@ -36,7 +36,7 @@ def encode(descriptor: Any, about: Any, address: int) -> bytes:
 class Kernel:
     """What Triton returns of a compilation."""
 
-    def __init__(self, card: Card, fn: Any, signature: dict[str, str]) -> None:
+    def __init__(self, card: Card, fn: Any, signature: dict[str, str], beside: bool = False) -> None:
         self.name, self.card = fn.__name__, card
         self.src = SimpleNamespace(signature=signature)
         self.function = len(card.kernels) + 1
@@ -45,7 +45,7 @@ class Kernel:
         for one in about:
             one["block"] = [int(n) for n in one["block"].split("[")[1].split("]")[0].split(",")]
         self.metadata = SimpleNamespace(tensordesc_meta=about)
-        self.run = _Run(self)
+        self.run = _Run(self, beside)
 
     @property
     def kinds(self) -> list[str]:
@@ -93,7 +93,10 @@ class Kernel:
             form = {"map": "128s"}.get(kind) or ("Q" if kind[0] == "*" else FORMATS.get(kind, kind))
             values += struct.unpack(form, raw)
         assert values[-2:] == [0, 0] and tuple(config.block) == (128, 1, 1) and config.shared == 100 + self.function
-        assert not config.attributes and not config.count
+        assert bool(config.attributes) == self.run.launch_pdl == config.count
+        if config.count:
+            found = parameters.Attribute.from_address(config.attributes)
+            assert (found.id, found.value[0], ctypes.sizeof(found)) == (6, 1, 72)
         self.card.launches.append((self.name, tuple(config.grid), tuple(values[:-2])))
 
 
@@ -101,10 +104,10 @@ class _Run:
     """Triton's launcher of a kernel."""
 
     global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
+    launch_cooperative_grid = False
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, beside: bool) -> None:
+        self.kernel, self.launch_pdl = kernel, beside
 
     def __call__(
         self, x: int, y: int, z: int, stream: int, f: int, about: Any, meta: Any, enter: Any, leave: Any, *a: Any
@@ -163,8 +166,10 @@ class Card:
     def message(self, status: int) -> str:
         return f"error {status}"
 
-    def compile(self, fn: Any, key: Any, signature: Any, device: Any, constexprs: Any, *rest: Any) -> Kernel:
-        kernel = Kernel(self, fn, signature)
+    def compile(
+        self, fn: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, *rest: Any
+    ) -> Kernel:
+        kernel = Kernel(self, fn, signature, bool(options.launch_pdl))
         self.kernels.append(kernel)
         if threading.current_thread() is threading.main_thread():
             self.alone.append(kernel.name)

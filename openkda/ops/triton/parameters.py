@@ -40,6 +40,15 @@ class Config(ctypes.Structure):
     )  # fmt: skip
 
 
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute. Number 6 with value 1 lets a kernel begin before the one in front has ended, once that says so."""
+
+    _fields_ = (("id", ctypes.c_uint), ("unused", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+BESIDE = Attribute(6, 0, (ctypes.c_uint * 16)(1))
+
+
 class Driver:
     """The functions of libcuda that a launch needs."""
 
@@ -133,7 +142,7 @@ class Maps(dict[int, bytes]):
 
 class _Kernel(NamedTuple):
     """One launch. cells: of each parameter its bytes, or the place of an address, or (place, its `Maps`). ready: what keeps the
-    function alive."""
+    function alive. beside: with the attribute of that name."""
 
     function: int
     grid: tuple[int, int, int]
@@ -141,6 +150,7 @@ class _Kernel(NamedTuple):
     shared: int
     cells: list[bytes | int | tuple[int, Maps]]
     ready: Any
+    beside: bool
 
 
 class Parameters:
@@ -205,6 +215,9 @@ class _Frame:
         ctypes.memmove(base + self.begin, fixed, len(fixed))
         self._tables = [(ctypes.c_void_p * len(t))(*(base + self.begin + offset for offset in t)) for t in tables]
         self._configs = [Config(k.grid, (k.threads, 1, 1), k.shared) for k in kernels]
+        for config, kernel in zip(self._configs, kernels, strict=True):
+            if kernel.beside:
+                config.attributes, config.count = ctypes.addressof(BESIDE), 1
         self.calls = [
             (ctypes.addressof(c), k.function, ctypes.addressof(t), None)
             for c, k, t in zip(self._configs, kernels, self._tables, strict=True)
@@ -222,7 +235,7 @@ def kernel_of(one: Any, places: Sequence[int], driver: Driver) -> _Kernel | None
     as expected."""
     ready, run = one.ready, one.ready.run
     warps, ctas, shared = ready.packed_metadata
-    special = run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid or run.launch_pdl
+    special = run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid
     signature = list(ready.src.signature.values())
     about = list(getattr(ready.metadata, "tensordesc_meta", None) or ())
     arguments = (*one.descriptors, *one.memory, *one.rest)
@@ -251,4 +264,5 @@ def kernel_of(one: Any, places: Sequence[int], driver: Driver) -> _Kernel | None
     scratch = len(found) - len(sizes)
     if scratch not in (0, 1, 2) or found != sizes + [8] * scratch or not any(isinstance(c, int) for c in cells):
         return None
-    return _Kernel(ready.function, one.grid, 32 * warps, shared, cells + [_SCRATCH] * scratch, ready)
+    beside = bool(run.launch_pdl)
+    return _Kernel(ready.function, one.grid, 32 * warps, shared, cells + [_SCRATCH] * scratch, ready, beside)

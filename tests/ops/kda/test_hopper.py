@@ -160,12 +160,40 @@ def test_cut_anywhere_gives_the_same() -> None:
 @gpu
 @needs_hopper
 def test_long_sequences_go_through_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openkda.ops.kda.hopper import launch
+    """With the bits of one window, whether each has its own memory or every other one the same."""
+    from openkda.ops.kda.hopper import launch, schedule
 
     x = bf16(16, T=330, H=2, decay="slow")
     whole = scheduled(x, "two_pass")
-    monkeypatch.setattr(launch, "WORKSPACE", 2 * 2 * launch.SLOT_BYTES)  # two chunks at a time
+    monkeypatch.setattr(launch, "windows", lambda *sizes: tuple(schedule.Window(n, n == 1) for n in (3, 1, 2)))
     assert all(torch.equal(a, b) for a, b in zip(scheduled(x, "two_pass"), whole, strict=True))
+    monkeypatch.setattr(schedule, "WORKSPACE", 2 * 2 * schedule.SLOT_BYTES)
+    monkeypatch.setattr(launch, "windows", schedule.windows.__wrapped__)
+    assert len(launch.windows(6, 2, 132)) == 6
+    assert all(torch.equal(a, b) for a, b in zip(scheduled(x, "two_pass"), whole, strict=True))
+
+
+@gpu
+@needs_hopper
+def test_windows_prepared_beside_scans_change_no_bit() -> None:
+    """Large enough that the next window is prepared while this one is scanned: 200 calls, two at a time on two streams."""
+    from openkda.ops.kda.hopper import launch, schedule
+
+    plan = schedule.windows(48, 64, launch._sm_count(0))
+    assert len(plan) > 1
+    x, y = (bf16(17 + i, T=48 * 64 - 5, H=64, decay="random") for i in range(2))
+    want = [scheduled(z, "fused") for z in (x, y)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found: list[Any] = []
+    for _ in range(100):
+        for stream, z in zip(streams, (x, y), strict=True):
+            with torch.cuda.stream(stream):
+                found.append(scheduled(z, "two_pass"))
+        torch.cuda.synchronize()
+        for got, right in zip(found, want, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+        found.clear()
 
 
 @gpu
@@ -280,7 +308,7 @@ def _signature() -> dict[str, str]:
     floats = ("a_log_ptr", "dt_ptr", "s0_ptr", "st_ptr", "dec_ptr", "local_ptr", "transition_ptr")
     named |= {n: "*fp32" for n in (*floats, "m_ptr", "l_ptr", "init_ptr")}
     named["k_ptr"] = "*bf16"
-    sizes = ("T", "rows", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
+    sizes = ("T", "rows", "first", "beside", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
     return named | {n: "i32" for n in sizes} | {"scale": "fp32", "bound": "fp32"}
 
 

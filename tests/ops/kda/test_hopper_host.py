@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from openkda.ops.kda.hopper.schedule import SLOT_BYTES, WORKSPACE, choose, segment_tokens, slots
+from openkda.ops.kda.hopper import schedule
+from openkda.ops.kda.hopper.schedule import (
+    SLOT_BYTES,
+    WORKSPACE,
+    choose,
+    fits_workspace,
+    is_split,
+    segment_tokens,
+    slots,
+)
 
 sys.path.append(str(Path(__file__).parents[1]))  # fake_cuda
 
@@ -24,7 +34,7 @@ SMS = 132
      (8192, 8, 64, True, "fused"), (8192, 8, 32, True, "fused"), (8192, 8, 12, True, "two_pass"),
      (8192, 1, 64, False, "two_pass"), (8192, 1, 32, False, "two_pass"),
      (32768, 1, 32, False, "two_pass"), (8192, 1, 24, False, "two_pass"), (65536, 1, 16, False, ("segments", 8)),
-     (65536, 1, 12, False, ("segments", 11)), (8192, 1, 12, False, ("segments", 5)), (4096, 1, 12, False, ("segments", 5))],
+     (65536, 1, 12, False, ("segments", 11)), (8192, 1, 12, False, ("segments", 5))],
 )  # fmt: skip
 def test_the_fastest_measured_schedule_runs(
     tokens: int, sequences: int, heads: int, packed: bool, schedule: Any
@@ -151,13 +161,32 @@ def test_segments_cover_the_sequence(launch: Any) -> None:
 
 
 def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.module, "WORKSPACE", 2 * SLOT_BYTES)
+    """That do not all fit the workspace: every other one lies in the same place, each prepared beside a scan."""
+    monkeypatch.setattr(schedule, "WORKSPACE", 4 * SLOT_BYTES)
+    monkeypatch.setattr(launch.module, "windows", schedule.windows.__wrapped__)
     inputs = arguments((330,), 1, 1)
     launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, schedule="two_pass")
-    scans = [call for name, _, call in launch.calls if name == "kda_scan_kernel"]
-    assert [(c["T"], c["rows"], c["STATE_IN"], c["STATE_OUT"]) for c in scans] == [
-        (128, 128, 1, True), (128, 128, 1, True), (74, 74, 1, True),
+    names, _, calls = zip(*launch.calls, strict=True)
+    assert names == ("kda_prepare_kernel", "kda_scan_kernel") * 3
+    assert [(c["T"], c["rows"], c["first"], c["beside"], c["STATE_IN"], c["STATE_OUT"]) for c in calls[1::2]] == [
+        (128, 330, 0, 1, 1, True), (128, 330, 128, 1, 1, True), (128, 330, 256, 0, 1, True),
     ]  # fmt: skip
+    assert [(c["T"], c["first"]) for c in calls[::2]] == [(330, 0), (330, 128), (330, 256)]
+    at = [c["dec_ptr"] if isinstance(c["dec_ptr"], int) else c["dec_ptr"].data_ptr() for c in calls]
+    assert at[0] == at[1] == at[4] == at[5] != at[2] == at[3]
+
+
+@pytest.mark.parametrize("heads", [1, 12, 32, 64, 96, 131, 132, 500])
+def test_windows_are_the_sequence(heads: int) -> None:
+    for chunks in (1, 2, 5, 128, 1024, 5000):
+        plan = schedule.windows(chunks, heads, SMS)
+        assert sum(w.chunks for w in plan) == chunks and all(w.chunks > 0 for w in plan)
+        assert not any(w.split and 2 * heads > SMS for w in plan)
+        alone = (schedule.Window(chunks, is_split(heads, SMS)),)
+        if fits_workspace(chunks * heads):
+            assert schedule.windows_us(plan, heads, SMS) <= schedule.windows_us(alone, heads, SMS)
+        else:
+            assert all(fits_workspace((a.chunks + b.chunks) * heads) for a, b in pairwise(plan))
 
 
 def test_rows_are_copied_only_where_the_copy_engine_cannot_walk_them(launch: Any) -> None:
@@ -190,7 +219,9 @@ def test_a_device_that_is_not_current_becomes_it(launch: Any, monkeypatch: pytes
     assert entered == [torch.device("cpu")] and len(launch.calls) == 1
 
 
-@pytest.mark.parametrize("tokens, heads, packed", [(330, 2, False), (8192, 12, False), (330, 2, True)])
+@pytest.mark.parametrize(
+    "tokens, heads, packed", [(330, 2, False), (4096, 32, False), (8192, 12, False), (330, 2, True)]
+)
 @pytest.mark.parametrize("state", [True, False])
 def test_a_repeated_call_hands_over_what_the_first_did(
     monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, packed: bool, state: bool

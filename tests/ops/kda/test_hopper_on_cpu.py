@@ -67,18 +67,53 @@ def on_the_cpu(x: KDAInputs, schedule: str, parts: bool, without: str = "") -> t
             HV, HV // H, T, n * HV, *tail, 1, True, cu is not None,
         ])  # fmt: skip
         return o, st
+    if schedule == "windows":
+        in_windows(x, kernels, parts, s0, o, st)
+        return o, st
     slots = launch.slots(T, n, cu is not None) * HV
     wide, quarters = torch.zeros(slots * 192, 128).half(), torch.zeros(slots * 192, 32).half()
     prepared = on_cpu.Matrix(wide, (64, 128)), on_cpu.Matrix(quarters, (32, 32))
     decay, bounds = torch.zeros(slots, 256 if parts else 128), ranks if cu is None else cu.int()
     on_cpu.run(kernels["kda_prepare_kernel"], slots, [
         rows(q, 128), rows(k, 128), rows(g, 128), *prepared, decay, ranks, beta, *rates, bounds, k, HV, HV // H, H * 128, T, n,
-        *tail, cu is not None, 16, cu is None, parts,
+        0, *tail, cu is not None, 16, cu is None, parts,
     ])  # fmt: skip
     on_cpu.run(kernels["kda_scan_kernel"], n * HV, [
-        *prepared, rows(v, 64), rows(o, 64), decay, ranks, o, s0, st, HV, T, T, 1, True, cu is not None, False, parts,
+        *prepared, rows(v, 64), rows(o, 64), decay, ranks, o, s0, st, HV, T, T, 0, 0, 1, True, cu is not None, False, parts,
     ])  # fmt: skip
     return o, st
+
+
+def in_windows(x: KDAInputs, kernels: dict[str, Any], parts: bool, s0: Tensor, o: Tensor, st: Tensor) -> None:
+    """`launch._windows` with windows of one chunk, each prepared as early as it may be: before the one in front is scanned."""
+    (_, T, H, _), HV = x.q.shape, x.v.shape[2]
+    assert isinstance(x.gate, BoundedGate)
+    rows = lambda t, columns: on_cpu.Matrix(t.reshape(T, -1), (64, columns))  # noqa: E731
+    k, beta, width = x.k.contiguous(), x.beta.contiguous(), 256 if parts else 128
+    rates = x.gate.A_log.float(), x.gate.dt_bias.float().reshape(-1)
+    ready: list[Any] = []
+
+    def prepared(first: int) -> Any:
+        w = (
+            on_cpu.Matrix(torch.zeros(HV * 192, 128).half(), (64, 128)),
+            on_cpu.Matrix(torch.zeros(HV * 192, 32).half(), (32, 32)),
+        )
+        decay = torch.zeros(HV, width)
+        on_cpu.run(kernels["kda_prepare_kernel"], HV, [
+            rows(x.q, 128), rows(x.k, 128), rows(x.g, 128), *w, decay, beta, beta, *rates, beta, k, HV, HV // H, H * 128, T, 1,
+            first, 128**-0.5, x.gate.lower_bound, False, 16, True, parts,
+        ])  # fmt: skip
+        return *w, decay
+
+    ready.append(prepared(0))
+    for first in range(0, T, 64):
+        if first + 64 < T:
+            ready.append(prepared(first + 64))
+        *w, decay = ready.pop(0)
+        on_cpu.run(kernels["kda_scan_kernel"], HV, [
+            *w, rows(x.v, 64), rows(o, 64), decay, beta, o, s0 if first == 0 else st, st, HV, 64, T, first, 1, 1, True, False,
+            False, parts,
+        ])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,6 +129,8 @@ def test_against_the_loop(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) == (name != "near"), (
         "one arithmetic but for that"
     )
+    if x.options.get("cu_seqlens") is None:
+        assert all(torch.equal(a, b) for a, b in zip(on_the_cpu(x, "windows", True), found[1], strict=True))
 
 
 def test_the_last_key_apart_is_what_helps() -> None:

@@ -62,3 +62,19 @@ def _rate(a_log):
     2^100 the lower bound is as good as 0."""
     low = gl.maximum(a_log * LOG2E, -115.0, propagate_nan=ALL_NAN)
     return gl.exp2(gl.minimum(low, 115.0, propagate_nan=ALL_NAN))
+
+
+@gluon.jit
+def let_dependents_start():
+    """Programs of a kernel launched beside this one (`launch.py`) may begin once every program of this one has said so."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def end_after_the_kernel_before():
+    """The last program of a kernel launched beside the one before it ends behind that one: what follows in the stream waits for
+    both. Otherwise nothing."""
+    if gl.program_id(0) == gl.num_programs(0) - 1:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

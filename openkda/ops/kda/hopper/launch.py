@@ -30,14 +30,16 @@ from openkda.ops.kda.hopper.schedule import (
     CHUNK,
     PADDED,
     SLOT_BYTES,
-    WORKSPACE,
     Schedule,
+    Window,
     ceil_div,
     choose,
+    fits_workspace,
     is_split,
     padded_count,
     segment_tokens,
     slots,
+    windows,
 )
 from openkda.ops.kda.triton.launch import plans as portable_plans
 from openkda.ops.kda.triton.launch import readable
@@ -91,10 +93,10 @@ class _Problem:
         if self.workspaces is not None:
             self.workspaces.append(workspace)
 
-    def window(self, start: int, stop: int) -> _Problem:
-        """Tokens start .. stop of a single dense sequence."""
-        q, k, v, g, beta = (x[:, start:stop] for x in (self.q, self.k, self.v, self.g, self.beta))
-        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None)  # of all windows they would be too much
+    def begin(self, tokens: int) -> _Problem:
+        """The first tokens of every sequence."""
+        q, k, v, g, beta = (x[:, :tokens] for x in (self.q, self.k, self.v, self.g, self.beta))
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None)
 
     @property
     def tokens(self) -> int:
@@ -170,11 +172,13 @@ def _compile_ahead(p: _Problem, s0: Tensor | None, st: Tensor | None) -> None:
     kind = (p.index, p.gate, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
     if not first_of_kind(("hopper", kind), p.q.device):
         return
-    few = replace(p.window(0, min(p.tokens, CHUNK)), workspaces=None)
+    few = p.begin(min(p.tokens, CHUNK))
     o = few.v.new_empty(few.v.shape)
     plans: list[Callable[[], object]] = [lambda: _two_pass(few, s0, st, o)]
     if p.gate == BOUNDED:
         plans.append(lambda: _fused(few, s0, st, o))
+    if not packed:
+        plans.append(lambda: _windows(few, s0, st, o, (Window(1, False),) * 2))
     if not packed and 2 * p.heads <= _sm_count(p.index):  # see `choose`
         plans.append(lambda: _segments(few, s0, st, o, 1))
     if not packed:
@@ -228,14 +232,14 @@ def _launch(
 ) -> None:  # fmt: skip
     """A kernel on the current device, which is `index`. Its parameters, in this order: descriptors (always of the same
     types); pointers; sizes, on whose divisibility Triton specialises; numbers (do_not_specialize, or floats); constants.
-    options are the compiler's, always the same for a kernel.
+    options are the compiler's; of a kernel only launch_pdl may differ from call to call: "beside the one before".
 
     Once compiled it bypasses Triton's launch, which describes every argument in a string. Not while a profiler listens.
     """
     enter()  # Triton does, when it launches, but encodes descriptors before that
     addresses = [x.data_ptr() for x in pointers]
     traits = [(x.dtype, a % 16 == 0) for x, a in zip(pointers, addresses, strict=True)]
-    key = (id(kernel), index, sizes, constants, *traits)
+    key = (id(kernel), index, "launch_pdl" in options, sizes, constants, *traits)
     before = len(descriptors) + len(pointers) + len(sizes)
     if planning.jobs is not None:
         arguments = (*descriptors, *pointers, *sizes, *as_taken(kernel, before, numbers), *constants)
@@ -256,9 +260,10 @@ def _launch(
     note(ready, (*grid, 1), descriptors, pointers, (*sizes, *numbers, *constants))
 
 
-def operands_in(workspace: Tensor, count: int, apart: bool = False) -> _Operands:
-    """Where everything lies in a workspace of `count` chunks and heads: rows, quarters, decays; behind them a pack's ranks."""
-    at = workspace.data_ptr()
+def operands_in(workspace: Tensor, count: int, apart: bool = False, start: int = 0) -> _Operands:
+    """Where everything lies in a workspace of `count` chunks and heads: rows, quarters, decays; behind them a pack's ranks.
+    start: chunks and heads of others before these."""
+    at = workspace.data_ptr() + start * SLOT_BYTES
     rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
     decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
     descriptors = (
@@ -268,31 +273,42 @@ def operands_in(workspace: Tensor, count: int, apart: bool = False) -> _Operands
     return _Operands(workspace, descriptors, decay, ranks, apart)
 
 
+def _workspace(p: _Problem, count: int) -> Tensor:
+    """Memory of `count` chunks and heads."""
+    ranks = 16 * (1 if p.cu_seqlens is None else PADDED[-1])
+    workspace = torch.empty(count * SLOT_BYTES + ranks, dtype=torch.uint8, device=p.q.device)
+    p.uses(workspace)
+    return workspace
+
+
 def _prepare(p: _Problem) -> _Operands:
+    """Factors of all chunks, in a workspace of their own."""
+    count = slots(p.tokens, p.sequences, p.cu_seqlens is not None) * p.heads
+    w = operands_in(_workspace(p, count), count, APART and p.gate == BOUNDED)
+    _prepare_into(p, w, count)
+    return w
+
+
+def _prepare_into(p: _Problem, w: _Operands, count: int, first: int = 0, *, beside: bool = False) -> None:
+    """Factors of `count` chunks and heads, from token `first` of the sequence on. beside: while the scan before still runs,
+    on SMs that it leaves."""
     packed = p.cu_seqlens is not None
     n, t, hv = p.sequences, p.tokens, p.heads
-    count = slots(t, n, packed) * hv
-    workspace = torch.empty(
-        count * SLOT_BYTES + (16 * PADDED[-1] if packed else 16), dtype=torch.uint8, device=p.q.device
-    )
-    p.uses(workspace)
-    bounded = p.gate == BOUNDED
-    w = operands_in(workspace, count, APART and bounded)
     block = [CHUNK, 128]
     matrices = (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), *w.descriptors)
     pointers = (w.decay, w.ranks, p.beta, p.a_log, p.dt_bias, p.beta if p.cu_seqlens is None else p.cu_seqlens)
+    options = {"launch_pdl": True} if beside else {}
     for padded in _vectors(p):
-        if bounded:
+        if p.gate == BOUNDED:
             _launch(
                 kda_prepare_kernel, (count, 1), matrices, (*pointers, p.k), (hv, hv // p.q.shape[2], _row_stride(p.k)),
-                (t, n, p.scale, p.lower_bound), (packed, padded, not packed, APART), p.index,
+                (t, n, first, p.scale, p.lower_bound), (packed, padded, not packed, APART), p.index, **options,
             )  # fmt: skip
         else:
             _launch(
                 kda_prepare_levels_kernel, (count, 1), matrices, (*pointers, w.decay), (hv, hv // p.q.shape[2]),
-                (t, n, 0, p.scale), (packed, padded, not packed, False, p.gate), p.index, maxnreg=REGISTERS,
+                (t, n, first, p.scale), (packed, padded, not packed, False, p.gate), p.index, maxnreg=REGISTERS, **options,
             )  # fmt: skip
-    return w
 
 
 def _vectors(p: _Problem) -> tuple[int, ...]:
@@ -302,34 +318,58 @@ def _vectors(p: _Problem) -> tuple[int, ...]:
     return PADDED if planning.jobs is not None else (padded_count(p.sequences),)
 
 
-def _scan(p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int) -> None:
-    """One pass over n ranges of `length` tokens (or the pack's), from s0, writing o and, where wanted, end states to st."""
+def _scan(
+    p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int, first: int = 0,
+    split: bool | None = None, beside: bool = False,
+) -> None:  # fmt: skip
+    """One pass over n ranges of `length` tokens from token `first` on (or the pack's), from s0, writing o and, where wanted,
+    end states to st. split: value channels by halves. beside: the next launch may begin meanwhile."""
     cu, hv = p.cu_seqlens, p.heads
     block = [CHUNK, 64]
     decay = w.decay
     sms = _sm_count(p.index)
-    for split in {is_split(hv, sms), False} if planning.jobs is not None else {is_split(n * hv, sms)}:
+    split = is_split(n * hv, sms) if split is None else split
+    for halves in {is_split(hv, sms), False} if planning.jobs is not None else {split}:
         _launch(
-            kda_scan_kernel, (n * hv * (2 if split else 1), 1),
+            kda_scan_kernel, (n * hv * (2 if halves else 1), 1),
             (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
             (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st),
-            (hv,), (length, p.q.shape[0] * p.tokens),
-            (0 if s0 is None else 1, st is not None, cu is not None, split, w.apart),
+            (hv,), (length, p.q.shape[0] * p.tokens, first, int(beside)),
+            (0 if s0 is None else 1, st is not None, cu is not None, halves, w.apart),
             p.index,
         )  # fmt: skip
 
 
 def _two_pass(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
-    t, hv = p.tokens, p.heads
-    width = max(WORKSPACE // (hv * SLOT_BYTES), 1) * CHUNK
-    if t <= width or p.cu_seqlens is not None or p.q.shape[0] > 1:
-        _scan(p, _prepare(p), s0, st, o, n=p.sequences, length=t)
-        return
-    carry = torch.empty(1, hv, 128, 128, dtype=torch.float32, device=o.device) if st is None else st
-    for start in range(0, t, width):
-        part = p.window(start, min(start + width, t))
-        entering = s0 if start == 0 else carry  # a program reads its own slice of the state before it writes it
-        _scan(part, _prepare(part), entering, carry, o[:, start : start + width], n=1, length=part.tokens)
+    if p.cu_seqlens is None and p.q.shape[0] == 1 and planning.jobs is None:
+        plan = windows(ceil_div(p.tokens, CHUNK), p.heads, _sm_count(p.index))
+        if len(plan) > 1:
+            return _windows(p, s0, st, o, plan)
+    return _scan(p, _prepare(p), s0, st, o, n=p.sequences, length=p.tokens)
+
+
+def _windows(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, plan: tuple[Window, ...]) -> None:
+    """One sequence, window after window. A window's factors are prepared while the one before is scanned, in memory that this
+    one does not read: all windows have their own, or, where that would be too much, every other one the same."""
+    hv, apart = p.heads, APART and p.gate == BOUNDED
+    own = fits_workspace(sum(w.chunks for w in plan) * hv)
+    count = (sum(w.chunks for w in plan) if own else 2 * plan[0].chunks) * hv
+    workspace = _workspace(p, count)
+    carry = st
+    if carry is None and len(plan) > 1:
+        carry = torch.empty(1, hv, 128, 128, dtype=torch.float32, device=o.device)
+        p.uses(carry)
+    start = 0
+    for i, (chunks, split) in enumerate(plan):
+        here = start if own else i % 2 * plan[0].chunks
+        w = operands_in(workspace, chunks * hv, apart, here * hv)
+        _prepare_into(p, w, chunks * hv, start * CHUNK, beside=i > 0)
+        more = i + 1 < len(plan)
+        entering = s0 if i == 0 else carry  # a program reads its own slice of the state before it writes it
+        _scan(
+            p, w, entering, carry, o, n=1, length=chunks * CHUNK, first=start * CHUNK, split=split, beside=more,
+        )  # fmt: skip
+        start += chunks
 
 
 def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, count: int) -> None:

@@ -46,7 +46,17 @@ from openkda.ops.kda.hopper.factors import (
     _tile_factors,
     _tri,
 )
-from openkda.ops.kda.hopper.instructions import ALL_NAN, LOG2E, _ex2, _ex2_neg_abs, _lg2, _rate, _rcp, _rsqrt
+from openkda.ops.kda.hopper.instructions import (
+    ALL_NAN,
+    LOG2E,
+    _ex2,
+    _ex2_neg_abs,
+    _lg2,
+    _rate,
+    _rcp,
+    _rsqrt,
+    end_after_the_kernel_before,
+)
 from openkda.ops.kda.hopper.prepare import _locate, chunk_tiles, fetch_chunk, first_tile, store_inverse, store_norms
 
 FORGOTTEN = gl.constexpr(-57.7)  # of `triton/gate_math.py`
@@ -239,7 +249,8 @@ def kda_prepare_levels_kernel(
     HV, groups, T, n_seqs, tiles, scale,
     VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr, NORMS: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
-    """As `prepare.kda_prepare_kernel` and `kda_prepare_backward_kernel` (NORMS). GATE: 0 log decays, 1 softplus."""
+    """As `prepare.kda_prepare_kernel` and `kda_prepare_backward_kernel` (NORMS). GATE: 0 log decays, 1 softplus. tiles: without
+    NORMS the token that a window begins at."""
     item = gl.program_id(0)
     if LAST_FIRST:
         item = gl.num_programs(0) - 1 - item
@@ -251,7 +262,7 @@ def kda_prepare_levels_kernel(
         if item == 0:
             write_ranks(ranks_ptr, cu_ptr, n_seqs, NP)
     if item < end:
-        slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
+        slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN, 0 if NORMS else tiles)
         if NORMS:
             tile = first_tile(slot, row0, upto, cu_ptr, T, VARLEN)
             norm_ptr += (hv * tiles + tile).to(gl.int64) * 48
@@ -259,3 +270,5 @@ def kda_prepare_levels_kernel(
             q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, norm_ptr, slot, hv, row0, n, groups,
             HV, scale, GATE, NORMS,
         )  # fmt: skip
+    if not (VARLEN or NORMS):
+        end_after_the_kernel_before()

@@ -42,12 +42,13 @@ from openkda.ops.kda.hopper.factors import (
     _tile_factors,
     barriers,
 )
-from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt
+from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt, end_after_the_kernel_before
 
 
 @gluon.jit
-def _locate(item, upto, cu_ptr, HV, T, VARLEN: gl.constexpr):
-    """Slot, value head, first row and rows left of a work item; heads fastest: neighbours read neighbouring memory."""
+def _locate(item, upto, cu_ptr, HV, T, VARLEN: gl.constexpr, first=0):
+    """Slot, value head, first row and rows left of a work item; heads fastest: neighbours read neighbouring memory. first: the
+    token that slot 0 begins at, where one sequence is prepared in windows."""
     slot = item // HV
     hv = item % HV
     if VARLEN:
@@ -59,8 +60,8 @@ def _locate(item, upto, cu_ptr, HV, T, VARLEN: gl.constexpr):
     else:
         per = (T + 63) // 64
         c = slot % per
-        row0 = slot // per * T + c * 64
-        n = T - c * 64
+        row0 = slot // per * T + first + c * 64
+        n = T - first - c * 64
     return slot, hv, row0, n
 
 
@@ -219,13 +220,13 @@ def _prepare_chunk(
     store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion)
 
 
-@gluon.jit(do_not_specialize=["T", "n_seqs"])
+@gluon.jit(do_not_specialize=["T", "n_seqs", "first"])
 def kda_prepare_kernel(
     q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, ranks_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr, k_ptr,
-    HV, groups, k_row, T, n_seqs, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr,
+    HV, groups, k_row, T, n_seqs, first, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr,
     APART: gl.constexpr,
 ):  # fmt: skip
-    """Factors of one chunk and value head, three programs an SM.
+    """Factors of one chunk and value head, three programs an SM; of tokens `first` on, where one sequence goes in windows.
 
     LAST_FIRST: the scan begins with what was written last, which the L2 cache still holds.
     """
@@ -243,11 +244,12 @@ def kda_prepare_kernel(
                 groups, HV, scale, bound, dec_ptr, False, k_ptr, k_row, APART,
             )  # fmt: skip
     else:
-        slot, hv, row0, n = _locate(item, 0, cu_ptr, HV, T, VARLEN)
+        slot, hv, row0, n = _locate(item, 0, cu_ptr, HV, T, VARLEN, first)
         _prepare_chunk(
             q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
             groups, HV, scale, bound, dec_ptr, False, k_ptr, k_row, APART,
         )  # fmt: skip
+        end_after_the_kernel_before()
 
 
 @gluon.jit(do_not_specialize=["T", "n_seqs", "tiles"])

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from openkda.ops.kda.hopper.apart import NOTHING
 from openkda.ops.kda.hopper.chains import LENTRY, field
 from openkda.ops.kda.hopper.factors import FLAT1, S64, _clean, barriers
+from openkda.ops.kda.hopper.instructions import let_dependents_start
 from openkda.ops.kda.hopper.state import (  # fmt: skip
     A_S,
     A_T,
@@ -227,16 +228,19 @@ def scan_partition(
         gl.store(st_ptr + _state_offsets(n_seq * HV + hv, half), s * inv[:, None])
 
 
-@gluon.jit(do_not_specialize=["T", "rows"])
+@gluon.jit(do_not_specialize=["T", "rows", "first", "beside"])
 def kda_scan_kernel(
-    x_desc, tm_desc, v_desc, o_desc, dec_ptr, ranks_ptr, o_ptr, s0_ptr, st_ptr, HV, T, rows,
+    x_desc, tm_desc, v_desc, o_desc, dec_ptr, ranks_ptr, o_ptr, s0_ptr, st_ptr, HV, T, rows, first, beside,
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, SPLIT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels.
 
     With VARLEN long sequences come first, as `prepare` ranked them, so that none is left over at the end; without, every
-    range has T tokens, the last one those that are left of `rows`.
+    range has T tokens, from token `first` on, the last one those that are left of `rows`. beside: the next window's factors
+    may be prepared meanwhile, on SMs that this kernel leaves.
     """
+    if beside != 0:
+        let_dependents_start()
     pid = gl.program_id(0)
     half = 0
     if SPLIT:
@@ -252,7 +256,7 @@ def kda_scan_kernel(
         length = field(entry, 3)
     else:
         slot0 = seq * ((T + 63) // 64)
-        row0 = seq * T
+        row0 = first + seq * T
         length = gl.minimum(T, rows - row0)
     ops = operand_tiles(APART)
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)

@@ -12,6 +12,9 @@ benchmarks/results/hopper-forward-nvidia-h200.json but one (12 heads of 8x1024, 
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 CHUNK = 64
 WORKSPACE = 2 << 30
 """Bytes of prepared chunks alive at once; a longer sequence goes through in windows of tokens, carrying its state."""
@@ -28,8 +31,18 @@ _SCAN_MEMORY_US = 0.0245
 """A chunk and head of the scan cannot be read faster, on however many SMs."""
 _FUSED_US, _FUSED_START_US = 6.1, 15.0
 """A chunk of a chain; filling and draining the roles, once a program."""
+_WINDOW_US, _MOST_WINDOWS = 10.0, 4
+"""What a window of a sequence costs besides: its scan waits for the last programs that prepare it and for states."""
 _WORTH = 0.9
 """A cut that saves less than a tenth is left: the model is no better than that, and segments take memory for states."""
+
+
+class Window(NamedTuple):
+    """Chunks of one sequence that are prepared, then scanned; split: by halves of the value channels."""
+
+    chunks: int
+    split: bool
+
 
 Schedule = str | tuple[str, int]
 """fused, two_pass or (segments, count)."""
@@ -67,6 +80,50 @@ def fits_workspace(work: int) -> bool:
     return work * SLOT_BYTES <= WORKSPACE
 
 
+@lru_cache(4096)
+def windows(chunks: int, heads: int, sms: int) -> tuple[Window, ...]:
+    """How one sequence goes through the two passes. A scan leaves SMs idle, `sms` less its programs, where the next window is
+    prepared meanwhile; so each window is by so much longer or shorter than the one before as is prepared while that is scanned.
+    """
+    return min(_plans(chunks, heads, sms), key=lambda plan: windows_us(plan, heads, sms))
+
+
+def _plans(chunks: int, heads: int, sms: int) -> list[tuple[Window, ...]]:
+    found = []
+    halves = is_split(heads, sms)
+    for split in {halves, False}:
+        free = sms - heads * (2 if split else 1)
+        ratio = _scan_us(split, heads) / (_PREPARE_US * heads / free) if free > 0 else 0.0
+        if not fits_workspace(chunks * heads):  # the memory of every other window is used again
+            width = max(WORKSPACE // (2 * heads * SLOT_BYTES), 1)
+            found.append(tuple(Window(min(width, chunks - c), split) for c in range(0, chunks, width)))
+            continue
+        for count in range(1, _MOST_WINDOWS + 1 if ratio else 2):
+            shares = [ratio**i for i in range(count)]
+            ends = [round(chunks * sum(shares[: i + 1]) / sum(shares)) for i in range(count)]
+            sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+            if min(sizes) > 0:
+                found.append(tuple(Window(n, split if i + 1 < count else halves) for i, n in enumerate(sizes)))
+    return found
+
+
+def windows_us(plan: tuple[Window, ...], heads: int, sms: int) -> float:
+    """Of one sequence in these windows, microseconds by the constants above."""
+    alone = _PREPARE_US * heads / sms
+    us = alone * plan[0].chunks + _PREPARE_START_US + _WINDOW_US * (len(plan) - 1)
+    for window, following in zip(plan, [*plan[1:], Window(0, False)], strict=True):
+        scan = _scan_us(window.split, heads) * window.chunks * ceil_div(heads * (2 if window.split else 1), sms)
+        free = max(sms - heads * (2 if window.split else 1), 0)
+        left = following.chunks - scan * free / (_PREPARE_US * heads)
+        us += scan + max(left, 0.0) * alone
+    return us
+
+
+def _scan_us(split: bool, heads: int) -> float:
+    """A chunk of all heads of a sequence, each on an SM or two."""
+    return max(_SCAN_US[split], _SCAN_MEMORY_US * heads)
+
+
 def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True) -> Schedule:
     """tokens: T of the call. sequences: B, or the members of the pack. heads: value heads. sms: of the device. fusible: the
     fused kernel, which knows the bounded gate only, may be taken."""
@@ -84,6 +141,9 @@ def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusi
     two_pass = preparing + scan
     if packed:
         return "fused" if fused < two_pass else "two_pass"
+    if sequences == 1:
+        plan = windows(longest, heads, sms)
+        two_pass = windows_us(plan, heads, sms)
     best: Schedule = "fused" if fused < two_pass else "two_pass"
     least = _WORTH * (min(fused, two_pass) - preparing)
     for halves in (True, False):
