@@ -1,8 +1,11 @@
 """openkda: Kimi Delta Attention, Gated MLA, and the model around them.
 
-    from openkda import kda, BoundedGate            # the op (openkda/ops/kda/api.py)
-    from openkda import KimiDeltaAttention          # the layer
-    from openkda import ModelConfig, HybridLM       # the model
+    from openkda import kda, kda_step, BoundedGate, SoftplusGate    # the op: whole sequences, one token, the two gates
+    from openkda import KimiDeltaAttention, GatedMLA                # the layers
+    from openkda import ModelConfig, PRESETS, HybridLM              # the model, its config and named sizes
+
+Beside them: `openkda.compat.hf` (transformers), `openkda.compat.fla` (fla's functions), `openkda.generation`,
+`openkda.training`, and the command line, `python -m openkda`. Which page answers what: README.md, "Pages".
 
 Names are imported when first used, so that `import openkda` costs nothing beyond torch.
 """

@@ -112,7 +112,9 @@ def token_ids(n: int, prompt: Sequence[int]) -> list[int]:
     try:
         return [operator.index(t) for t in prompt]
     except TypeError:
-        raise ValueError(f"prompt {n}: expected token ids, received {prompt!r:.80}") from None
+        raise ValueError(
+            f"prompt {n}: expected token ids, received {prompt!r:.80}; prompts is a list of lists"
+        ) from None
 
 
 def check_step(tokens: Tensor, rows: int) -> None:

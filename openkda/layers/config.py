@@ -7,6 +7,16 @@ from typing import Protocol
 from openkda.ops.mx.api import ScaleRule
 
 
+def require(config: object, protocol: type) -> None:
+    """TypeError naming what `config` lacks of `protocol`, one of the classes below."""
+    missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(config, name)]
+    if missing:
+        raise TypeError(
+            f"config: expected a ModelConfig, or an object with the attributes of {protocol.__name__}, received "
+            f"{type(config).__name__} without {', '.join(missing)}"
+        )
+
+
 class KDAConfig(Protocol):
     """Read by `KimiDeltaAttention`; meanings in openkda/models/config.py."""
 

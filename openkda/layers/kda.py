@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from openkda.layers.config import KDAConfig
+from openkda.layers.config import KDAConfig, require
 from openkda.layers.norm import GatedRMSNorm
 from openkda.layers.parameters import Float32Parameters, fill, fill_constant, fill_uniform, init_weights
 from openkda.layers.sequence import SequenceLayer
@@ -36,17 +36,27 @@ A_RANGE = (1.0, 16.0)  # exp(A_log) of the softplus gate starts uniform here; A_
 class KimiDeltaAttention(SequenceLayer, Float32Parameters):
     """KDA on [B, T, hidden_size]. A_log, dt_bias, the convolutions and o_norm stay float32 under every cast.
 
-    impl: which implementation of the op runs (see `openkda.kda`); None chooses. `forward` is that of `SequenceLayer`.
+        layer = KimiDeltaAttention(config, layer_idx=0)
+        y, _ = layer(x)                                                # training
+        y, state = layer(prompt, return_state=True)                    # prefill, then any number of:
+        y, state = layer(token, state=state, return_state=True)        # [N, 1, hidden_size]
+
+    config: `openkda.ModelConfig`, or any object with the attributes of `openkda.layers.config.KDAConfig`. layer_idx: for
+    messages. impl: which implementation of the op runs (see `openkda.kda`); None chooses. `forward` is that of
+    `SequenceLayer`, with batches, packs (`cu_seqlens`), left padding and states.
+    Source: Kimi Linear report (arXiv 2510.26692), section 3; Kimi K3 report, section 2.1.
     """
 
     state_type = KDAState
 
     def __init__(self, config: KDAConfig, layer_idx: int, *, impl: str | None = None) -> None:
         super().__init__()
+        require(config, KDAConfig)
         self.layer_idx, self.impl, self.lower_bound = layer_idx, impl, config.gate_lower_bound
         self.heads, self.key_dim = config.kda_num_heads, config.kda_head_dim
         self.v_heads, self.v_dim = config.kda_v_heads, config.kda_v_dim
         hidden, width = config.hidden_size, config.short_conv_kernel_size
+        self.hidden_size = hidden
         keys, values, decays = self.heads * self.key_dim, self.v_heads * self.v_dim, self.v_heads * self.key_dim
 
         self.q_proj = nn.Linear(hidden, keys, bias=False)

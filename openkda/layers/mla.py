@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from openkda.layers import latent_cache
-from openkda.layers.config import MLAConfig
+from openkda.layers.config import MLAConfig, require
 from openkda.layers.norm import RMSNorm
 from openkda.layers.parameters import init_weights
 from openkda.layers.sequence import SequenceLayer
@@ -28,22 +28,26 @@ OUTPUT_GATE = SigmoidGLU()
 
 
 class GatedMLA(SequenceLayer):
-    """Gated MLA on [B, T, hidden_size].
+    """Gated MLA on [B, T, hidden_size]: softmax attention over a latent of kv_lora_rank + qk_rope_head_dim values a token.
 
-    impl: form of the attention (see `openkda.ops.mla.mla`); None takes the cheaper one. `forward` is that of
-    `SequenceLayer`. watch_logits: in training, keep each head's largest score in `largest_logits` (`QKClip` sets it).
+    config: `openkda.ModelConfig`, or any object with the attributes of `openkda.layers.config.MLAConfig`. impl: form of the
+    attention (see `openkda.ops.mla.mla`); None takes the cheaper one. `forward` is that of `SequenceLayer`, used as
+    `KimiDeltaAttention` is. watch_logits: in training, keep each head's largest score in `largest_logits` (`QKClip` sets it).
+    Source: Kimi K3 report, section 2.1.2; Kimi Linear report (arXiv 2510.26692).
     """
 
     state_type = MLAState
 
     def __init__(self, config: MLAConfig, layer_idx: int, *, impl: str | None = None) -> None:
         super().__init__()
+        require(config, MLAConfig)
         self.layer_idx, self.impl = layer_idx, impl
         self.fp32_output = config.mla_fp32_output
         self.watch_logits = False
         self.largest_logits: Tensor | None = None  # [H]
         self.heads, self.kv_lora_rank = config.num_attention_heads, config.kv_lora_rank
         hidden, shared, eps = config.hidden_size, config.qk_rope_head_dim, config.mla_norm_eps
+        self.hidden_size = hidden
         self.q_dim, self.v_dim = config.qk_nope_head_dim + shared, config.v_head_dim
         queries, values = self.heads * self.q_dim, self.heads * self.v_dim
 

@@ -16,6 +16,7 @@ class SequenceLayer(nn.Module):
 
     state_type: ClassVar[type[LayerState]]
     layer_idx: int
+    hidden_size: int
 
     def forward(
         self,
@@ -39,8 +40,8 @@ class SequenceLayer(nn.Module):
             return_state: also return the new state.
         Raises: ValueError or TypeError for malformed input, before anything runs.
         """
-        if x.dim() != 3:
-            raise ValueError(f"x.shape: expected [B, T, hidden_size], received {list(x.shape)}")
+        if x.dim() != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(f"x.shape: expected [B, T, hidden_size] = [B, T, {self.hidden_size}], received {list(x.shape)}")
         N = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
         mask = padding_of(attention_mask, (x.shape[0], x.shape[1]), cu_seqlens)
         if state is not None and (not isinstance(state, self.state_type) or state.num_sequences != N):

@@ -162,7 +162,11 @@ class HybridModel(nn.Module):
 
 
 class HybridLM(nn.Module):
-    """The language model. `HybridLM(PRESETS["tiny"])` is ready to train; `init_weights(seed)` makes it reproducible.
+    """The language model: token ids [B, T] in, `LMOutput` out (logits [B, T, vocab], state, loss).
+
+        model = HybridLM(PRESETS["tiny"])                            # `init_weights(seed)` makes it reproducible
+        loss = model(ids, targets=next_ids).loss / next_ids.numel()  # nats a token
+        out = model(prompt, return_state=True)                       # and on: model(token, state=out.state, ...)
 
     Built under `torch.device("meta")` it costs nothing; `to_empty(device=...)` and `init_weights(seed)` then fill it.
     With `tie_word_embeddings` there is no `lm_head`: the embedding matrix is read twice, and saved once.

@@ -277,8 +277,19 @@ def test_bad_batches_are_refused(layer: nn.Module, bad: dict[str, Tensor], messa
 
 
 def test_a_sequence_without_its_batch_is_refused(layer: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"x\.shape: expected \[B, T, hidden_size\], received \[10, "):
+    with pytest.raises(ValueError, match=r"x\.shape: expected \[B, T, hidden_size\] = \[B, T, 64\], received \[10, "):
         layer(tokens(1, 10)[0])
+
+
+def test_another_width_is_refused(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"x\.shape: expected .* = \[B, T, 64\], received \[1, 10, 32\]"):
+        layer(tokens(1, 10)[..., :32])
+
+
+@pytest.mark.parametrize("kind", [KimiDeltaAttention, GatedMLA])
+def test_sizes_in_place_of_a_config_are_refused_by_name(kind: type[nn.Module]) -> None:
+    with pytest.raises(TypeError, match=r"config: expected a ModelConfig, .* received int without hidden_size, "):
+        kind(64, 2)
 
 
 def test_packing_needs_one_row(layer: nn.Module) -> None:

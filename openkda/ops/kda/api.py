@@ -72,14 +72,18 @@ def kda(
     check_inputs: bool = False,
     impl: str | None = None,
 ) -> KDAOutput:
-    """Kimi Delta Attention over whole sequences, for training and prefill.
+    """Kimi Delta Attention over whole sequences, for training and prefill. Per token, with S [K, V] of a value head,
+    a = exp(log decay) and b = beta:
+
+        S <- Diag(a) S;   S <- S + b k (v - S^T k)^T;   o = scale * S^T q            (arXiv 2510.26692, eq. 1)
 
     Args:
         q, k: [B, T, H, K], one dtype out of float16, bfloat16, float32, float64. Keys are expected to have unit
             length, or `use_qk_l2norm=True` makes them so: with |k| > 1 the recurrence itself may grow.
         v: [B, T, HV, V], same dtype. HV is a multiple of H; value head h reads query/key head h // (HV / H).
-        g: [B, T, HV, K]. Without `gate`: natural log of the decay per token, <= 0. With `gate`: its raw input.
-        beta: [B, T, HV] write strength in [0, 1], or its logit with `use_beta_sigmoid=True`.
+        g: [B, T, HV, K], any of these dtypes. Without `gate`: natural log of the decay per token, <= 0. With `gate`: its raw
+            input.
+        beta: [B, T, HV], any of these dtypes: write strength in [0, 1], or its logit with `use_beta_sigmoid=True`.
         gate: `SoftplusGate` (Kimi Linear) or `BoundedGate` (Kimi K3), applied to g inside, in float32.
         scale: factor on q; default K ** -0.5.
         initial_state: [N, HV, K, V], N sequences (N = B, or the members of the pack). Default zeros.
@@ -98,10 +102,12 @@ def kda(
             finds them kept by the forward (False), 7.7 times the bytes of q in 16 bits. None computes again. A matter of
             time and memory, not of results beyond rounding. Nothing is kept of calls with state_positions or under
             torch.compile; on a CPU it means nothing.
-        check_inputs: also check values (finite, g <= 0 without a gate, cu_seqlens, slots and positions in range); on a
-            GPU this waits for the device.
-        impl: None chooses and logs why under "openkda.ops.kda"; a name out of IMPLEMENTATIONS never falls back: it raises
-            NotImplementedError with every reason. "triton_exact" is never chosen: it is for keys of nearly one direction.
+        check_inputs: also check values: finite, g <= 0 without a gate, beta in [0, 1], keys of length <= 1, cu_seqlens, slots
+            and positions in range. On a GPU this waits for the device. Without it such inputs give wrong or infinite
+            numbers, not an error: switch it on while you build.
+        impl: None chooses and logs why under "openkda.ops.kda"; "hopper", "triton", "triton_exact", "chunkwise" or "reference"
+            never falls back: it raises NotImplementedError with every reason. "triton_exact" is never chosen: it is for keys
+            of nearly one direction. What each can do: docs/capabilities.md.
 
     Returns: `KDAOutput(output [B, T, HV, V], final_state, states_at)`.
     Raises: ValueError or TypeError, showing expected and received, before anything runs.
@@ -150,9 +156,10 @@ def kda_step(
 ) -> tuple[Float[Tensor, "N HV V"], Float[Tensor, "_n HV _k _v"]]:
     """One token for each of N states: the decoding step. Arguments as in `kda`, without the T axis.
 
-    Without `state_indices`, `state` [N, HV, K, V] is left untouched and the new state is returned. With it, `state` is a pool:
-    row n updates slot state_indices[n] in place (-1: the slot is untouched and the output row is zero) and the pool
-    itself is returned.
+    state: float32 (float64 beside float64 inputs) or bfloat16. Without `state_indices`, [N, HV, K, V], which is left untouched
+        while the new state is returned. With it a pool [P, HV, K, V]: row n updates slot state_indices[n] in place (-1:
+        nothing is touched and the output row is zero), and the pool itself is returned.
+    Returns: (output [N, HV, V] in v's dtype, state). Raises: as `kda`. Not differentiable in a pool.
     """
     tensors = (
         q, k, v, g, beta, getattr(gate, "A_log", None), getattr(gate, "dt_bias", None), state, None, state_indices, None,

@@ -58,9 +58,10 @@ def rate(A_log: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SoftplusGate:
-    """Unbounded gate of Kimi Linear.
+    """Unbounded gate of Kimi Linear: natural log decay per token -exp(A_log) * softplus(z + dt_bias), below 0.
 
     A_log: [HV] (any shape with HV elements), float32. dt_bias: [HV, K] (or [HV * K]) float32, or None for 0.
+    Source: Kimi Linear report (arXiv 2510.26692), appendix C.
     """
 
     A_log: Tensor
@@ -79,9 +80,11 @@ class SoftplusGate:
 
 @dataclass(frozen=True, eq=False)
 class BoundedGate:
-    """Bounded gate of Kimi K3: log decay in (lower_bound, 0), lower_bound in [-5, 0).
+    """Bounded gate of Kimi K3: natural log decay per token lower_bound * sigmoid(exp(A_log) * (z + dt_bias)).
 
+    lower_bound: in [-5, 0); the log decay lies between it and 0, which every path uses to save time.
     A_log: [HV] (any shape with HV elements) float32, or None for 0. dt_bias: as in `SoftplusGate`.
+    Source: Kimi K3 report, section 2.1.1, eq. 5.
     """
 
     lower_bound: float = -5.0

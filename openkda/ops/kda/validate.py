@@ -14,6 +14,7 @@ from openkda.ops.kda.gate import BoundedGate, SoftplusGate, bias_fits, is_number
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
+_STEP_AXES = {"q": "[N, H, K]", "k": "[N, H, K]", "v": "[N, HV, V]", "g": "[N, HV, K]", "beta": "[N, HV]"}
 
 
 def validate(call: KDACall, check_inputs: bool) -> KDACall:
@@ -42,7 +43,11 @@ def validate(call: KDACall, check_inputs: bool) -> KDACall:
 
 
 def validate_step(call: KDACall, check_inputs: bool) -> KDACall:
-    """As `validate`, for one token a row; rows are sequences and never packed."""
+    """As `validate`, for one token a row; rows are sequences and never packed. The T axis of 1 is ours, not the user's."""
+    for name, axes in _STEP_AXES.items():
+        shape = list(getattr(call, name).shape)
+        if len(shape) != axes.count(",") + 2:
+            _bad(f"{name}.shape", f"{axes}, one token a sequence without a T axis", shape[:1] + shape[2:])
     if call.state_dtype not in (torch.float32, torch.float64, torch.bfloat16):
         _bad("state dtype", "float32, bfloat16 (or float64 with float64 inputs)", call.state_dtype)
     return validate(call, check_inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import types
 from typing import Any
@@ -270,6 +271,15 @@ def test_shapes_and_strides_that_a_bias_may_have() -> None:
         torch.stack([bias, bias], -1)[..., 0],
     ):
         assert torch.equal(kda(**{**x, "gate": BoundedGate(-5.0, None, same)}).output, want)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "beta"])
+def test_a_step_says_what_it_expects_without_the_axis_that_it_adds(name: str) -> None:
+    token = dict(q=Z(2, 4, 8), k=Z(2, 4, 8), v=Z(2, 4, 6), g=Z(2, 4, 8), beta=Z(2, 4), state=Z(2, 4, 8, 6))
+    token[name] = token[name].unsqueeze(1)  # as `kda` takes it
+    shape = re.escape(str(list(token[name].shape)))
+    with pytest.raises(ValueError, match=rf"{name}\.shape: expected \[N, .*without a T axis, received {shape}$"):
+        kda_step(**token)
 
 
 def test_step_refuses_too() -> None:
