@@ -1,9 +1,9 @@
 """Which memory barriers of a compiled kernel share their place with something else.
 
-Memory that was a barrier may be used for something else only after mbarrier.inval (PTX), which Gluon's kernels do not need where
-every barrier is waited for until the end. A barrier that nobody waits for is dead for the compiler, which gives its eight bytes
-to the next buffer. Nothing is seen of it on a processor that one process has for itself: but where a kernel was interrupted, a
-barrier's bits stood where a maximum had been written (H200, 6 of 8 training steps beside three other processes).
+Memory that was a barrier may be used for something else only after mbarrier.inval (PTX), which Gluon's kernels do not need
+where every barrier is waited for until the end. A barrier that nobody waits for is dead for the compiler, which gives its
+eight bytes to the next buffer. Nothing is seen of it on a processor that one process has for itself: but where a kernel was
+interrupted, a barrier's bits stood where a maximum had been written (H200, 6 of 8 training steps beside three processes).
 """
 
 from __future__ import annotations
