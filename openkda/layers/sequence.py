@@ -41,7 +41,9 @@ class SequenceLayer(nn.Module):
         Raises: ValueError or TypeError for malformed input, before anything runs.
         """
         if x.dim() != 3 or x.shape[2] != self.hidden_size:
-            raise ValueError(f"x.shape: expected [B, T, hidden_size] = [B, T, {self.hidden_size}], received {list(x.shape)}")
+            raise ValueError(
+                f"x.shape: expected [B, T, hidden_size] = [B, T, {self.hidden_size}], received {list(x.shape)}"
+            )
         N = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
         mask = padding_of(attention_mask, (x.shape[0], x.shape[1]), cu_seqlens)
         if state is not None and (not isinstance(state, self.state_type) or state.num_sequences != N):

@@ -45,7 +45,7 @@ _DEMO = ModelConfig(
 )
 
 PRESETS: dict[str, ModelConfig] = {
-    # For tests and first experiments: 0.2 M parameters, bytes.
+    # For tests and first experiments: 0.25 M parameters, bytes.
     "tiny": ModelConfig(
         vocab_size=260,
         hidden_size=64,

@@ -225,6 +225,14 @@ def test_the_readme_lists_every_page() -> None:
     assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
+def test_every_decision_is_in_the_index() -> None:
+    """Entries are added at the end; a reader comes in by topic."""
+    path = ROOT / "docs" / "decisions.md"
+    index = path.read_text().split("\n## By topic\n")[1].split("\n## ")[0]
+    missing = anchors(path) - {"decisions", "by-topic"} - set(re.findall(r"\]\(#([\w-]+)\)", index))
+    assert not missing, f"docs/decisions.md, By topic, lacks [...](#{'), [...](#'.join(sorted(missing))})"
+
+
 def test_the_readme_reads_in_minutes() -> None:
     """At 240 words a minute, code and tables included."""
     assert len(README.split()) < 1800
