@@ -50,6 +50,16 @@ def test_state_is_constant() -> None:
     assert found and found[1] == found[2]
 
 
+def test_see_the_memory() -> None:
+    out = run("see_the_memory.py")
+    newest, last = (
+        [float(n) for n in column]
+        for column in zip(*re.findall(r"(\d+\.\d)% +(\d+\.\d)%(?: .*)$", out, re.MULTILINE), strict=True)
+    )
+    assert newest[2:] == [0, 0]  # who corrects answers the newest key exactly
+    assert last == sorted(last, reverse=True) and last[3] < 30  # each repair helps with what is recent
+
+
 def test_train_copy_task() -> None:
     out = run("train_copy_task.py", "--length", "8", "--steps", "100")
     assert float(re.findall(r"right +([\d.]+)%", out)[-1]) > 80
