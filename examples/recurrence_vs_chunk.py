@@ -31,7 +31,9 @@ def by_the_formula(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Ten
 def main() -> None:
     rng = torch.Generator().manual_seed(0)
     gate = BoundedGate(-5.0)  # log decay = -5 * sigmoid(raw): Kimi K3's gate
-    kda(*torch.zeros(4, 1, 1, 1, 1), torch.zeros(1, 1, 1), gate=gate)  # the first call of a process imports what it runs
+    kda(
+        *torch.zeros(4, 1, 1, 1, 1), torch.zeros(1, 1, 1), gate=gate
+    )  # the first call of a process imports what it runs
 
     print(f"{'tokens':>8}  {'loop':>9}  {'chunks':>9}  {'largest difference':>18}")
     for T in (64, 256, 1024, 4096):
