@@ -56,9 +56,9 @@ def test_hopper_takes_what_it_is_for(card: Any) -> None:
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        ({"K": 64}, "128 channels a head, received 64 in q"),
+        ({"K": 64}, "128 channels a head, received 64 in q, k, g"),
         ({"V": 64}, "128 channels a head, received 64 in v"),
-        ({"dtype": torch.float16}, "q in bfloat16, received torch.float16"),
+        ({"dtype": torch.float16}, "q, k, v, g in bfloat16, received torch.float16"),
         ({"T": 16}, "more than 16 tokens a sequence, received 16"),
         ({"use_qk_l2norm": False}, "use_qk_l2norm=True"),
         ({"use_beta_sigmoid": False}, "use_beta_sigmoid=True"),

@@ -38,12 +38,11 @@ SHORT = 16
 def refusals(call: KDACall) -> list[str]:
     """Why these kernels cannot run the call; empty when they can."""
     reasons = _device_refusals(call.q.device) + _option_refusals(call) + _state_refusals(call) + transform_refusals()
-    for name in ("q", "k", "v", "g"):
-        x = getattr(call, name)
-        if x.dtype != torch.bfloat16:
-            reasons.append(f"{name} in bfloat16, received {x.dtype}")
-        if x.shape[-1] != HEAD:
-            reasons.append(f"{HEAD} channels a head, received {x.shape[-1]} in {name}")
+    tensors = {name: getattr(call, name) for name in ("q", "k", "v", "g")}
+    if other := [name for name, x in tensors.items() if x.dtype != torch.bfloat16]:
+        reasons.append(f"{', '.join(other)} in bfloat16, received {tensors[other[0]].dtype}")
+    if other := [name for name, x in tensors.items() if x.shape[-1] != HEAD]:
+        reasons.append(f"{HEAD} channels a head, received {tensors[other[0]].shape[-1]} in {', '.join(other)}")
     B, T, _, _ = call.q.shape
     HV = call.v.shape[2]
     if B * T * HV >= 2**31 or call.q.numel() == 0 or call.v.numel() == 0:
