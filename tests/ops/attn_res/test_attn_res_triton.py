@@ -52,6 +52,8 @@ def check_kernels(n: int, D: int, dtype: torch.dtype, device: str) -> None:
     check_close("dw", dw.double(), wanted, 2e-5)
     for i, (a, b) in enumerate(zip(dsources, exact_d, strict=True)):
         check_close(f"d{i}", a.double(), b, limit)
+    other = [t.float().transpose(-1, -2).contiguous().transpose(-1, -2) for t in (r, c)]  # as a hook may hand them back
+    assert torch.equal(launch.mix_gradient(up, sources, query, *other)[0], dw)
 
 
 if INTERPRETED:

@@ -218,6 +218,11 @@ def _wait(b: Shared, phase: Any) -> None:
         _me().learn(_of(b).known)
 
 
+def _invalidate(b: Shared) -> None:
+    """Its bytes may be used for something else from here on."""
+    del _Run.barriers[id(b.memory), int(b.places.reshape(-1)[0])]
+
+
 class Matrix:
     """A descriptor: tiles of a matrix."""
 
@@ -364,7 +369,8 @@ _NAMES = {
     "gl": _language, "gluon": SimpleNamespace(jit=lambda f=None, **options: f or (lambda g: g)), "mma_v2": _mma,
     "PropagateNan": SimpleNamespace(ALL=None), "fence_async_shared": lambda: None, "warpgroup_mma": _product,
     "warpgroup_mma_wait": _product_wait,
-    "mbarrier": SimpleNamespace(MBarrierLayout=lambda: None, init=_init, arrive=_arrive, expect=_expect, wait=_wait),
+    "mbarrier": SimpleNamespace(MBarrierLayout=lambda: None, init=_init, arrive=_arrive, expect=_expect, wait=_wait,
+                                invalidate=_invalidate),
     "tma": SimpleNamespace(
         async_copy_global_to_shared=_in, async_copy_shared_to_global=_out, store_wait=_store_wait
     ),

@@ -259,6 +259,21 @@ if INTERPRETED:
             ):
                 same(gradients(x), want)
 
+    @pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+    @pytest.mark.parametrize("name", ["bounded", "softplus", "pack", "grouped heads"])
+    def test_hooks_on_saved_tensors_may_hand_back_any_layout(log: list[str], name: str, keep: bool) -> None:
+        """What the kernels step through densely (output, gate parameters, offsets, what the forward kept), too."""
+
+        def pack(t: Tensor) -> Tensor:
+            return t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else torch.stack([t, t], 1)[:, 0]
+
+        for seed in range(4):
+            x = inputs(seed, **CASES[name])
+            want = gradients(x, recompute=not keep)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                got = gradients(x, recompute=not keep)
+            assert all(torch.equal(got[n], want[n]) for n in want)
+
     def test_gradients_are_not_lost_behind_calls_without(log: list[str]) -> None:
         """The same leaves, first without gradients: whether autograd is on is part of what a call is known by."""
         for seed in range(4):

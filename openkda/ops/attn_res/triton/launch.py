@@ -62,7 +62,13 @@ def mix_gradient(
     dw = torch.empty(programs, D, dtype=torch.float32, device=first.device)
     if rows:
         flat = [v.contiguous() for v in sources]
-        tensors = (*flat, *flat[:1] * (MAX_SOURCES - n), grad.contiguous(), query.float().contiguous(), r, c, dv, dw)
+        dense = (
+            grad.contiguous(),
+            query.float().contiguous(),
+            r.contiguous(),
+            c.contiguous(),
+        )  # hooks may have saved others
+        tensors = (*flat, *flat[:1] * (MAX_SOURCES - n), *dense, dv, dw)
         launch(mix_gradient_kernel, programs, tensors, (D,), (rows, each), (n, padded(D)), _warps(D), first.device)
     return dw.sum(0), list(dv.unbind(0))
 

@@ -14,6 +14,7 @@ from openkda.ops.kda.hopper.schedule import fits_workspace
 from openkda.ops.kda.hopper.walks import prepared
 from openkda.ops.kda.triton.backward import walk_of
 from openkda.ops.kda.triton.launch import CHUNK, Args, aligned
+from openkda.ops.triton.api import dense
 
 
 def can_keep(a: Args) -> bool:
@@ -24,11 +25,15 @@ def can_keep(a: Args) -> bool:
 def forward(a: Args, workspaces: list[Tensor]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(output, final states or None, the workspace of chunks, what keys and queries were multiplied by)."""
     HV, walk, device = a.v.shape[2], walk_of(a), a.v.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return forward(a, workspaces)
     norms = torch.empty(aligned(HV * walk.tiles * 3 * CHUNK), dtype=torch.float32, device=device)
     w = prepared(a, walk.slots, walk.tiles, norms)
     o = torch.empty(a.v.shape, dtype=a.v.dtype, device=device)
     N = a.num_sequences
     final = torch.empty((N, HV, 128, 128), dtype=torch.float32, device=device) if a.want_state else None
     p = _Problem(a.q, a.k, _rows(a.v), a.g, a.beta, a.beta, a.beta, a.scale, a.bound, a.cu)
-    _scan(p, w, a.state, final, o, n=N, length=a.q.shape[1])
+    s0 = None if a.state is None else dense(a.state)
+    _scan(p, w, s0, final, o, n=N, length=a.q.shape[1])
     return o, final, w.workspace, norms

@@ -27,6 +27,7 @@ from openkda.ops.kda.triton.walks import walks_kernel
 from openkda.ops.triton.api import (
     ceil_div,
     compile_ahead,
+    dense,
     empty,
     first_of_kind,
     launch,
@@ -80,6 +81,7 @@ def launches(
         own, o.device
     ):  # its kernels side by side: one after the other they were most of a first step's 16 s
         compile_ahead(o.device, lambda: launches(a, o, do, ds1, want_ds0, chain, kept))
+    o = dense(o)
     B, T, H, HV, K, V = a.sizes
     N = a.num_sequences
     sequences = N if chain is None else chain.numel() - 1
@@ -109,7 +111,7 @@ def launches(
 
         found = None
         if isinstance(kept, KeptChunks):
-            token, found = kept.norms, operands_of(a, slots, kept.workspace)
+            token, found = dense(kept.norms), operands_of(a, slots, dense(kept.workspace))
         walk_on_hopper(a, do, ds1, slots, tiles, token, u, dd, s, ds, u_unit, dd_unit, s_unit, ds_unit, ds0, found)
         kd = qd = ke = decay = None  # hopper/gradients.py, which follows, computes its own
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from openkda.ops.kda.triton.backward import SAVE, TL, Kept, Walk, prepare, walk_of
 from openkda.ops.kda.triton.launch import CHUNK, Args, aligned, new_states, state_strides
 from openkda.ops.kda.triton.replay import replay
-from openkda.ops.triton.api import launch, steps_of
+from openkda.ops.triton.api import dense, launch, steps_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "saves"])
@@ -57,7 +57,7 @@ def _lengths(a: Args, w: Walk) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def parts(a: Args, wide: Tensor, small: Tensor) -> Kept:
     """Of what `forward` kept of this call."""
     lengths = [[aligned(n) for n in some] for some in _lengths(a, walk_of(a))]
-    return Kept(*wide.split_with_sizes(lengths[0]), *small.split_with_sizes(lengths[1]))
+    return Kept(*dense(wide).split_with_sizes(lengths[0]), *dense(small).split_with_sizes(lengths[1]))
 
 
 def forward(a: Args, workspaces: list[Tensor]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

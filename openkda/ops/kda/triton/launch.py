@@ -106,9 +106,10 @@ def readable(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     cu: Tensor | None, state: Tensor | None, index: Tensor | None, positions: Tensor | None, *options: Any,
 ) -> Args:  # fmt: skip
-    """`Args` of a call's own tensors, copied where the kernels could not step through them."""
+    """`Args` of a call's own tensors, copied where the kernels could not step through them. (Those that a backward is handed
+    need not be laid out as those that were saved: hooks on saved tensors may give others.)"""
     return Args(
-        walkable(q), walkable(k), walkable(v), walkable(g), beta, A_log, dt_bias,
+        walkable(q), walkable(k), walkable(v), walkable(g), beta, packed(A_log), packed(dt_bias),
         packed(cu), state, packed(index), packed(positions), *options,
     )  # fmt: skip
 
@@ -128,7 +129,7 @@ def new_states(a: Args, rows: int) -> Tensor:
 
 
 def packed(x: Tensor | None) -> Tensor | None:
-    """Offsets and slots may be a column of a table."""
+    """Without gaps: offsets and slots may be a column of a table."""
     return None if x is None else dense(x)
 
 
