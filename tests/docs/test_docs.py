@@ -14,10 +14,13 @@ import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+
+from openkda.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -149,6 +152,8 @@ def test_openkda_commands_exist() -> None:
             assert name in options, f"`openkda {line}`: there is no command {name}, only {sorted(options)}"
         for word in (w.split("=")[0] for w in words if w.startswith("--")):
             assert word in options[command.split("|")[0]] | {"--help"}, f"`openkda {line}`: no option {word}"
+        for preset in (value for option, value in pairwise(words) if option == "--preset"):
+            assert preset in PRESETS, f"`openkda {line}`: no preset {preset}, only {', '.join(PRESETS)}"
 
 
 def test_python_programs_and_extras_exist() -> None:
