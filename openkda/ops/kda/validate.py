@@ -225,6 +225,11 @@ def _check_values(call: KDACall) -> None:
     if not call.use_beta_sigmoid and bool(((call.beta < 0) | (call.beta > 1)).any()):
         got = f"range [{call.beta.min().item():.6g}, {call.beta.max().item():.6g}]"
         _bad("beta", "values in [0, 1] (or logits with use_beta_sigmoid=True)", got)
+    if call.use_qk_l2norm and call.q.is_cuda:
+        for name, t in (("q", call.q), ("k", call.k)):
+            if bool(t.float().square().sum(-1).isinf().any()):
+                got = f"one with an entry of {t.abs().max().item():.3g}"
+                _bad(name, "rows shorter than 1.8e19 (the kernels take longer ones for 0)", got)
     if not call.use_qk_l2norm:
         longest = call.k.float().norm(dim=-1).max().item() if call.k.numel() else 0.0
         if longest > 1.01:

@@ -74,7 +74,7 @@ class _Memory:
 
     def new(self, *shape: Any, **options: Any) -> Tensor:
         t: Tensor = self.empty(*shape, **options)
-        if t.device.type == "cpu":
+        if type(t) is Tensor and t.device.type == "cpu":  # no fake one of torch.compile
             t.fill_(self.poison if t.is_floating_point() else 255 if t.dtype == torch.uint8 else -1)
             self.made.append(t)
         return t

@@ -59,6 +59,18 @@ def test_many_heads() -> None:
     checks.check_many_heads("cuda", BF16)
 
 
+def test_rows_too_long_to_square_are_refused_where_values_are_checked() -> None:
+    """The kernels take them for 0 (on a CPU they are exact): whoever asks for the check hears of it."""
+    x = checks.published(40, "cuda", T=40)
+    x.options["check_inputs"] = True
+    checks.run(x)
+    for name in ("q", "k"):
+        y = x.to()
+        getattr(y, name)[0, 3, 1] *= 1e25
+        with pytest.raises(ValueError, match=f"{name}: expected rows shorter than"):
+            checks.run(y)
+
+
 def test_whole_numbers_are_no_constants() -> None:
     """scale=1 and a bound of -5, as integers, before any other call of the form; then other numbers, by the same binaries."""
     x = make_inputs(0, T=40, H=5, K=64, use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False)
