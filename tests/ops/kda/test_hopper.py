@@ -23,9 +23,6 @@ needs_hopper = pytest.mark.skipif(
 )
 # bfloat16 rounding of the output alone is 1.7e-3; measured worst of the random sets: 1.91e-3 and 6.4e-4.
 OUTPUT, STATE = 3e-3, 1e-3
-# Nearly parallel keys write what cancels; plain bfloat16 operands give 3.1e-2 and 4.1e-2 there, the fused kernel 4.3e-3 and
-# 5.3e-3. In two passes their last key goes apart.
-NEAR_OUTPUT, NEAR_STATE = 8e-3, 1e-2
 SCHEDULES: tuple[Any, ...] = ("fused", "two_pass", ("segments", 2), ("segments", 5))
 
 
@@ -70,9 +67,8 @@ def test_against_the_loop(schedule: Any, T: int, HV: int, decay: str, near: bool
     x = bf16(T, T=T, H=2, HV=HV, decay=decay, near_equal_keys=near)
     o, S = scheduled(x, schedule)
     want_o, want_S = truth(x)
-    plain = near and schedule == "fused"
-    check_close("output", o, want_o, NEAR_OUTPUT if plain else OUTPUT)
-    check_close("state", S, want_S, NEAR_STATE if plain else STATE)
+    check_close("output", o, want_o, OUTPUT)
+    check_close("state", S, want_S, STATE)
 
 
 @gpu
@@ -265,10 +261,11 @@ def test_awkward_memory_is_copied_not_misread() -> None:
 )
 def test_gates_without_a_bound(gate: str | None, sizes: dict[str, Any]) -> None:
     """Chunks by levels (levels.py) in front of the scan, in one piece and in segments."""
-    for decay in ("random", "slow", "fast"):
+    for decay, near in (("random", False), ("slow", False), ("fast", False), ("slow", True)):
         x = make_inputs(
-            19, K=128, gate=gate, decay=decay, use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False, **sizes
-        )
+            19, K=128, gate=gate, decay=decay, use_qk_l2norm=True, use_beta_sigmoid=True, unit_keys=False,
+            near_equal_keys=near, **sizes,
+        )  # fmt: skip
         x = x.to(dtype=torch.bfloat16, device="cuda")
         out = kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="hopper")
         y = x.to(dtype=torch.float64)
@@ -309,8 +306,8 @@ def _signature() -> dict[str, str]:
     floats = ("a_log_ptr", "dt_ptr", "s0_ptr", "st_ptr", "dec_ptr", "local_ptr", "transition_ptr")
     named |= {n: "*fp32" for n in (*floats, "m_ptr", "l_ptr", "init_ptr")}
     named["k_ptr"] = "*bf16"
-    sizes = ("T", "rows", "first", "beside", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
-    return named | {n: "i32" for n in sizes} | {"scale": "fp32", "bound": "fp32"}
+    sizes = ("T", "rows", "first", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
+    return named | {n: "i32" for n in (*sizes, "enters", "ranges", "beside")} | {"scale": "fp32", "bound": "fp32"}
 
 
 def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[dict[str, int], int, str]:
@@ -381,7 +378,7 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: boo
     from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
     from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
 
-    scan = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen, "SPLIT": False}
+    scan = {"VARLEN": varlen, "SPLIT": False}
     options = {"num_warps": 8} if which == "merge" else {}
     kernel, constants, spill, shared = {
         "fused": (kda_forward_kernel, {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": varlen}, 224, 232448),
@@ -395,9 +392,12 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: boo
         "scan": (kda_scan_kernel, scan, 16, 232448),
         "split": (kda_scan_kernel, scan | {"SPLIT": True}, 16, 232448),
         "ends": (kda_ends_kernel, {}, 16, 232448),
-        "merge": (merge_segments_kernel, {"HAS_S0": True, "HAS_ST": True, "BV": 16}, 0, 232448),
+        "merge": (merge_segments_kernel, {"HAS_S0": True, "BV": 16}, 0, 232448),
     }[which]
-    constants = constants if which in ("merge", "fused") else constants | {"APART": apart}
+    if which.startswith("prepare"):
+        constants = constants | {"APART": apart}
+    elif apart:
+        pytest.skip("only what prepares chunks knows of near keys")
     counts, used, remarks = _compile(kernel, constants, **options)
     assert counts["spill stores"] <= spill and counts["spill loads"] <= spill, remarks
     assert used <= shared

@@ -21,7 +21,7 @@ if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
 import test_hopper
 
-from openkda.ops.kda.hopper import chains, factors, instructions, levels, prepare
+from openkda.ops.kda.hopper import apart, chains, factors, instructions, levels, prepare
 
 F64 = torch.float64
 SCALE = 0.088
@@ -69,7 +69,7 @@ def errors(
     wide, square = nan(slots * HV * 192, 128, dtype=torch.float16), nan(slots * HV * 192, 32, dtype=torch.float16)
     decay, norm = nan(slots * HV, 128), nan(HV, tiles, 3, 16)
     room = torch.zeros(4 * 64 + 8, dtype=torch.int32)  # ranks, and a counter beside them
-    names = on_cpu.load(instructions, factors, chains, prepare, levels)
+    names = on_cpu.load(instructions, factors, apart, chains, prepare, levels)
     tokens = lambda t: on_cpu.Matrix(t.view(T, -1), (64, 128))  # noqa: E731
     sizes = [Value(torch.tensor(i)) for i in (HV, HV // H, T, len(members), tiles, SCALE)]
     offsets = beta if cu is None else torch.tensor(cu)
@@ -126,16 +126,19 @@ def _operands(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt: 
 
 
 @pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("norms", [False, True])  # of the forward and of the backward
 @pytest.mark.parametrize("which", ["bounded", "softplus", "log decays"])
-def test_three_programs_fit_an_sm(which: str, varlen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_programs_fit_an_sm(which: str, norms: bool, varlen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     known = test_hopper._signature() | {"norm_ptr": "*fp32", "tiles": "i32"}
     monkeypatch.setattr(test_hopper, "_signature", lambda: known)
     constants: dict[str, Any] = {"VARLEN": varlen, "NP": 64}
-    kernel = prepare.kda_prepare_backward_kernel
+    kernel = prepare.kda_prepare_backward_kernel if norms else prepare.kda_prepare_kernel
     if which != "bounded":
         kernel = levels.kda_prepare_levels_kernel
-        constants |= {"LAST_FIRST": False, "NORMS": True, "GATE": 1 if which == "softplus" else 0}
-    options = {"maxnreg": 168} if which != "bounded" else {}
+        constants |= {"LAST_FIRST": False, "NORMS": norms, "GATE": 1 if which == "softplus" else 0}
+    elif not norms:
+        constants |= {"LAST_FIRST": False, "APART": True}
+    options = {"maxnreg": 168} if which != "bounded" or not norms else {}
     counts, shared, remarks = test_hopper._compile(kernel, constants, **options)
     assert counts["spill stores"] <= 16 and counts["spill loads"] <= 16, remarks
     assert "Used 16" in remarks and 3 * (shared + 1024) <= 228 * 1024, remarks

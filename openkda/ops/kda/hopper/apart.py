@@ -1,15 +1,19 @@
-"""Chunks whose keys are nearly one direction: their last key goes apart, in float32.
+"""Tiles whose keys are nearly one direction: their chunk's factors in another basis of U, of which the states know nothing.
 
-Such keys, where nothing is forgotten, write what almost cancels: over a chunk the u_j sum up to one of them. In float16 every
-row of Kh is wrong in its own direction, which no later key reads, and that adds up. With w_j = k_last . k_j 2^(G_64 - G_j),
-which is row `last` of L, u_last = beta (r_last - sum_j<last w_j u_j), and therefore exactly, for any vector c and
-w_last = 1 / beta,
+Such keys, where nothing is forgotten, write what almost cancels: over a tile the u_j sum up to one of them. In float16 every
+key, every score and every u_j is wrong on its own, and that adds up. So the last token e of a tile takes, in place of its u_e,
 
-    S = 2^G_64 S + Kh^T U = 2^G_64 S + c r_last^T + (Kh - w c^T)^T U
+    U'_e = u_e + sum_(j < e of its tile) w_j u_j        w_j = k_e . k_j 2^(G_e - G_j), row e of L
 
-What is left in the brackets is small when c is the last key. c = (1 - (1 - beta)^2) k_last leaves (beta - 1) k_last of the last
-row, so that a small beta, of which T knows few digits, costs nothing. The keys' scores tell such chunks; all others pay for a
-sum of sixteen scores a thread and a branch.
+and the chunk's last token, besides, what tiles before it have in theirs. With U' = A U all products stay as they are, with
+T' = A T, M' = M A^-1, Kh' = A^-T Kh: differences from a tile's last key, small, and rounded as such.
+
+    keys to tile ends   k_j - w_j k_e: so are the scores with later tiles, and Kh
+    L, M                row e of diagonal tiles: less w_j / beta_e, less M_ee w_j
+    last row of both    against a tile's last column the same once more, Kh of that column less its part along the last key
+
+T' is the inverse of the changed L. Which tiles do so is read off a product of their keys, for each tile from its own tokens
+(no output depends on a later one), and for all that do not not a bit changes. A weak last token (beta) would divide by little.
 """
 
 from __future__ import annotations
@@ -18,71 +22,166 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from openkda.ops.kda.hopper.factors import A3H, B3H, F1, FLAT1, LB, M2, M3, S64, W, _flat, _half_view, _tri
+from openkda.ops.kda.hopper.factors import (
+    A3B,
+    A3H,
+    B3B,
+    B3H,
+    FLAT1,
+    FLAT2,
+    FLAT3,
+    FR,
+    M2,
+    M3,
+    MP,
+    S64,
+    _flat,
+    _half_view,
+    _row,
+    _rows,
+    _sum_operand,
+    _tri,
+)
 from openkda.ops.kda.hopper.instructions import _ex2, _rcp
 
-NEAR = gl.constexpr(0.5)  # mean score of a tile's keys with those before them from which a chunk's last key goes apart
-NOTHING = gl.constexpr(2.0)  # in place of that key where nothing goes apart; no component of a key is as large
-FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+NEAR = gl.constexpr(0.5)  # mean cosine of a tile's keys from which it has another basis
+WEAK = gl.constexpr(1e-3)  # of the last token's beta
+PAIR = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+TILE = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, M3.value)))
+ROW = gl.constexpr(gl.SliceLayout(2, M3.value))
+COL = gl.constexpr(gl.SliceLayout(1, M3.value))
+ROW1 = gl.constexpr(gl.SliceLayout(0, ROW.value))
+COL1 = gl.constexpr(gl.SliceLayout(0, COL.value))
+LBS = gl.constexpr(_sum_operand(32))
+LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
 
 @gluon.jit
-def _store_nearness(near_s, ld):
-    """Sums of the scores of keys with those before them in their tile, [tile]."""
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
-    col = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
-    near_s.store(gl.sum(gl.sum(gl.where(row > col, ld, 0.0), axis=2), axis=1))
+def places_in(ab_s):
+    """Where chunks of near keys leave what they need later, in the inversion's first 4 KB: near_s, work_s, rows_s, keys_s."""
+    x = ab_s._reinterpret(gl.float32, [4, 256], FLAT1)
+    y = x.index(3)._reinterpret(gl.float32, [4, 64], FLAT1)
+    work_s = y.index(1)._reinterpret(gl.float32, [4, 16], FLAT2)
+    rows_s = x.index(2)._reinterpret(gl.float32, [4, 64], FLAT1)
+    return y.index(0), work_s, rows_s, ab_s._reinterpret(gl.float32, [2, 512], FLAT1).index(0)
+
+
+@gluon.jit
+def _norm_and_nearness(x_s):
+    """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and the sums of their products with their tile's others."""
+    x = x_s.load(M2).reshape([4, 16, 128])
+    a = gl.convert_layout(x, A3B, assert_trivial=True)
+    b = gl.convert_layout(x.permute((0, 2, 1)), B3B, assert_trivial=True)
+    d = mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
+    own = gl.arange(0, 16, layout=ROW1)[None, :, None] == gl.arange(0, 16, layout=COL1)[None, None, :]
+    return gl.sum(gl.where(own, d, 0.0), axis=2), gl.sum(gl.where(own, 0.0, d), axis=2)
 
 
 @gluon.jit
 def are_near(near_s, n):
-    """Whether the keys of a chunk, of which n tokens are real, are nearly one direction."""
-    m = gl.minimum(n, 64)
-    pairs = m // 16 * 120 + m % 16 * (m % 16 - 1) // 2
-    return gl.sum(near_s.load(FOUR), axis=0) > NEAR * pairs.to(gl.float32)
+    """Whether a key's mean cosine with its tile's others, of which near_s holds the sum, exceeds `NEAR`; n tokens are real."""
+    i = gl.arange(0, 64, layout=PAIR)
+    others = gl.maximum(gl.minimum(n - (i & -16), 16) - 1, 1)
+    return gl.max(near_s.load(PAIR) - NEAR * others.to(gl.float32), axis=0) > 0.0
+
+
+@gluon.jit
+def by_channel(x_s):
+    """[4 slices of 32 channels, tile, channel] in shared memory as [tile, channel], a channel's four in one thread."""
+    x = x_s._reinterpret(gl.float32, [4, 4, 32], FLAT3).permute((1, 0, 2)).load(LT)
+    return gl.convert_layout(x.reshape([4, 128]), FR, assert_trivial=True)
 
 
 @gluon.jit
 def _one(x_s, i):
     """Element i of a vector in shared memory."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(x_s._reinterpret(gl.float32, [64, 1], FLAT1).index(i).load(one), axis=0)
+    return gl.max(x_s._reinterpret(gl.float32, [x_s.shape[0], 1], FLAT1).index(i).load(ONE), axis=0)
 
 
 @gluon.jit
-def _keys_apart(k_ptr, k_row, row0, head, n, g_s, rk, rk_s, b_s, ck_s, c_s, kh_s):
-    """Takes the last key's part out of Kh in kh_s, and leaves that key in c_s. Raw keys come from memory once more: what Kh was
-    rounded to is of no use."""
-    chan = gl.arange(0, 128, layout=F1)
-    last = gl.minimum(n, 64) - 1
-    beta = _one(b_s, last)
-    key = gl.load(k_ptr + (row0 + last).to(gl.int64) * k_row + (head * 128 + chan)).to(gl.float32) * _one(rk_s, last)
-    c_s.store(key)
-    gl.thread_barrier()
-    x = gl.convert_layout(kh_s.load(M2).reshape([4, 16, 128]), M3, assert_trivial=True)
-    y = c_s.load(gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :].to(gl.float16)
-    y, x = gl.broadcast(y, x)
-    y = gl.convert_layout(y.permute((0, 2, 1)), B3H, assert_trivial=True)
-    w = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), y, gl.zeros([4, 16, 16], gl.float32, M3))
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, M3)))[:, None]
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :]
-    w = gl.where(tile * 16 + row == last, _rcp(gl.maximum(beta, 1e-6)), gl.max(w, axis=2))
-    gl.thread_barrier()
-    c_s.store(key * (beta * (2.0 - beta)))
-    gl.thread_barrier()
-    token = tile * 16 + row
-    at = k_ptr + ((row0 + token).to(gl.int64) * k_row + head * 128)[:, :, None]
-    for s in range(2):
-        g16 = _half_view(g_s)._reinterpret(gl.float16, [2, 64, W], S64).index(s).load(LB).reshape([4, 16, W])
+def _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n):
+    """Keys scaled to the end of their tile become k_j - w_j k_e, from raw keys, in tiles that are near. work_s [4, 16]: w;
+    keys_s [4 slices of channels, tile, channel]: k_e."""
+    row = gl.arange(0, 16, layout=ROW1)[None, :, None]
+    col = gl.arange(0, 16, layout=COL1)[None, None, :]
+    tile = gl.arange(0, 4, layout=TILE)
+    end = (gl.minimum(n - 16 * tile, 16) - 1)[:, None]
+    at = gl.arange(0, 16, layout=ROW1)[None, :] == end
+    near = near_s.reshape([4, 16]).load(ROW) > NEAR * end.to(gl.float32)
+    near = gl.max((at & near & (b_s.reshape([4, 16]).load(ROW) > WEAK)).to(gl.int32), axis=1) > 0
+    end = end[:, :, None]
+    d = gl.zeros([4, 16, 16], gl.float32, M3)
+    for s in range(4):
+        x = kc_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(M2).reshape([4, 16, 32])
+        b = gl.convert_layout(x.permute((0, 2, 1)), B3H, assert_trivial=True)
+        d = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), b, d)
+    w = gl.sum(gl.where((col == end) & (row < end) & near[:, None, None], d, 0.0), axis=2)
+    work_s.store(w)
+    for s in range(4):
+        g16 = _half_view(g_s)._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(LBS).reshape([4, 16, 32])
         g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
-        hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, W], gl.float32, M3))
-        i = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :] + s * W
-        k = gl.load(at + i, mask=(token < n)[:, :, None], other=0.0).to(gl.float32) * rk[:, :, None]
-        ck = ck_s.index(s).load(gl.SliceLayout(1, M3))[:, None, :].to(gl.float32)
-        c = (
-            c_s._reinterpret(gl.float32, [2, W], FLAT1)
-            .index(s)
-            .load(gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
-        )
-        kh = (k * _ex2(hs) * ck - w[:, :, None] * c).to(gl.float16)
-        kh_s._reinterpret(gl.float16, [2, 64, W], S64).index(s).store(_flat(kh))
+        hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, 32], gl.float32, M3))
+        k = _rows(k_s._reinterpret(gl.bfloat16, [4, 64, 32], S64).index(s), 0, 32) * rk[:, :, None] * _ex2(hs)
+        last = gl.sum(gl.where(row == end, k, 0.0), axis=1)
+        keys_s._reinterpret(gl.float32, [4, 4, 32], FLAT2).index(s).store(last)
+        k -= last[:, None, :] * w[:, :, None]
+        kc_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s).store(_flat(k.to(gl.float16)))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _last_rows(acc, b_s, t, work_s, rows_s, keys_s, kh_s, n):
+    """What `_scores` leaves of changed columns, with the rows that change; Kh of the tiles' last tokens. t [tile, channel]: the
+    tiles' log decays."""
+    ld, la, l0, l1, md, ma, m0, m1 = acc
+    row = gl.arange(0, 16, layout=ROW1)[None, :, None]
+    col = gl.arange(0, 16, layout=COL1)[None, None, :]
+    tile = gl.arange(0, 4, layout=TILE)[:, None, None]
+    end = gl.minimum(n - 16 * tile, 16) - 1
+    w = gl.where(row == end, work_s.load(COL)[:, None, :], 0.0)
+    own = gl.sum(gl.where((row == end) & (col == end), md, 0.0), axis=2)
+    rows_s.index(0).reshape([4, 16]).store(own)
+    md -= w * own[:, :, None]
+    ld -= w * _rcp(gl.maximum(b_s.reshape([4, 16]).load(ROW), WEAK))[:, :, None]
+    col_p = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, MP)))[None, None, :]
+    col_2 = gl.arange(0, 16, layout=gl.SliceLayout(0, M2))[None, :]
+    rows_s.index(1).reshape([2, 32]).store(gl.sum(gl.where(col_p == 15, la, 0.0), axis=2))
+    rows_s.index(2).store(gl.sum(gl.where(col_2 == 15, l0, 0.0), axis=1))
+    rows_s.index(3).store(gl.sum(gl.where(col_2 == 15, l1, 0.0), axis=1))
+    gl.thread_barrier()
+    last = gl.minimum(n, 64) - 1
+    upper = last // 16
+    beta = _one(b_s, last)
+    m = _one(rows_s.index(0), last)
+    wa = gl.where((upper % 2 == 1) & (beta > WEAK), _one(rows_s.index(1), last), 0.0)
+    w0 = gl.where((upper >= 2) & (beta > WEAK), _one(rows_s.index(2), last), 0.0)
+    w1 = gl.where((upper >= 2) & (beta > WEAK), _one(rows_s.index(3), last), 0.0)
+    less = _rcp(gl.maximum(beta, WEAK))
+    row_p = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, MP)))[:, None, None] * 32
+    row_p += gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, MP)))[None, :, None]
+    at = (row_p == last) & (col_p == 15)
+    la = gl.where(at, la - wa * less, la)
+    ma = gl.where(at, ma - wa * m, ma)
+    at = (gl.arange(0, 64, layout=gl.SliceLayout(1, M2))[:, None] == last) & (col_2 == 15)
+    l0 = gl.where(at, l0 - w0 * less, l0)
+    m0 = gl.where(at, m0 - w0 * m, m0)
+    l1 = gl.where(at, l1 - w1 * less, l1)
+    m1 = gl.where(at, m1 - w1 * m, m1)
+    channels = gl.arange(0, 4, layout=gl.SliceLayout(1, FR))[:, None]
+    t1, t2, t3 = _row(t, channels, 1), _row(t, channels, 2), _row(t, channels, 3)
+    after = gl.where(channels == 2, t3, gl.where(channels == 1, t2 + t3, t1 + t2 + t3))
+    to_last = gl.where(channels == 0, w0, gl.where(channels == 1, w1, 0.0))
+    to_last = gl.where((channels == upper - 1) & (upper % 2 == 1), wa, to_last)
+    keys = by_channel(keys_s)
+    keys = keys * _ex2(after) - to_last * gl.sum(gl.where(channels == upper, keys, 0.0), axis=0)[None, :]
+    keys = gl.convert_layout(keys.reshape([4, 4, 32]), LT, assert_trivial=True)
+    keys_s._reinterpret(gl.float32, [4, 4, 32], FLAT3).permute((1, 0, 2)).store(keys)
+    gl.thread_barrier()
+    at = (row == 15) & (tile < upper)
+    for s in range(4):
+        kh = kh_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s)
+        x = gl.convert_layout(kh.load(M2).reshape([4, 16, 32]), M3, assert_trivial=True)
+        last_key = keys_s._reinterpret(gl.float32, [4, 4, 32], FLAT2).index(s).load(COL)[:, None, :].to(gl.float16)
+        kh.store(_flat(gl.where(at, last_key, x)))
+    return ld, la, l0, l1, md, ma, m0, m1

@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from openkda.ops.kda.hopper.chains import turns
-from openkda.ops.kda.hopper.factors import FLAT1, S64, barriers
+from openkda.ops.kda.hopper.factors import FLAT1, FLAT2, S64, barriers
 from openkda.ops.kda.hopper.fused_factors import gate_partition, score_partition
 from openkda.ops.kda.hopper.fused_state import fused_state_partition
 from openkda.ops.kda.hopper.state import S128
@@ -46,11 +46,17 @@ def allocate():
     # of a stage: decay, beta
     dec_s = gl.allocate_shared_memory(gl.float32, [3, 128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT1)
-    # from gates to scores, every other chunk: anchors (and tile sums before them), decay over tile 1, norms of k and q
+    # from gates to scores, every other chunk: anchors, decay over tile 1, norms of k and q, tile sums
     h_s = gl.allocate_shared_memory(gl.float16, [6, 512], FLAT1)
     e1_s = gl.allocate_shared_memory(gl.float16, [2, 128], FLAT1)
     n_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
+    sums_s = gl.allocate_shared_memory(gl.float32, [2, 512], FLAT1)
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
+    # nearness of keys, of every other chunk; what chunks of near keys need in scores
+    near_s = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT1)
+    work_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
+    rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
+    keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
     sends_s = gl.allocate_shared_memory(gl.int32, [3, 4], FLAT1)
     qk_full = barriers(3, 1)
     g_full = barriers(3, 1)
@@ -65,7 +71,7 @@ def allocate():
     v1 = (v1_s, barriers(1, 1))
     fence_async_shared()
     stages = (q_s, k_s, g_s, kc_s)
-    hand = (h_s, e1_s, n_s, b_s)
+    hand = (h_s, e1_s, n_s, b_s, sums_s, near_s, (work_s, rows_s, keys_s))
     gate_bars = ((qk_full, g_full), ready, hand_free, free)
     score_bars = (ready, kq_ready, lm_ready, hand_free)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_nearness, are_near, by_channel
 from openkda.ops.kda.hopper.chains import LENTRY, announce, chain, field, receive
 from openkda.ops.kda.hopper.factors import (
     B3H,
@@ -21,7 +22,6 @@ from openkda.ops.kda.hopper.factors import (
     FLAT1,
     FLAT2,
     FLAT3,
-    FR,
     M3,
     S64,
     _clean,
@@ -45,7 +45,6 @@ DRAW = gl.constexpr(
 )  # chunks before its end that a chain's successor is drawn; known one chunk later, needed two later
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
 LBS = gl.constexpr(_sum_operand(32))
-LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
 
 @gluon.jit
@@ -64,13 +63,6 @@ def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s):
     k = _rows(k_s._reinterpret(gl.bfloat16, [4, 64, SW], S64).index(s), 0, SW)
     col = (k * rk[:, :, None] * _ex2(hs)).to(gl.float16)
     kc_s._reinterpret(gl.float16, [4, 64, SW], S64).index(s).store(_flat(col))
-
-
-@gluon.jit
-def _tile_sums(t_s):
-    """What _gate_columns summed, as [tile, channel]."""
-    t = t_s._reinterpret(gl.float32, [4, 4, SW], FLAT3).permute((1, 0, 2)).load(LT)
-    return gl.convert_layout(t.reshape([4, 128]), FR, assert_trivial=True)
 
 
 @gluon.jit
@@ -132,7 +124,7 @@ def gate_partition(
     and those of chains that begin and end in between.
     """
     q_s, k_s, g_s, kc_s = stages
-    h_s, n_s, b_s = hand[0], hand[2], hand[3]
+    n_s, b_s, sums_s, near_s = hand[2], hand[3], hand[4], hand[5]
     full, ready, hand_free, free = bars
     qk_full, g_full = full
     chan = gl.arange(0, 128, layout=F1)
@@ -210,21 +202,23 @@ def gate_partition(
             if n < 64:
                 _clean(kc, n, 0.0)
                 fence_async_shared()
-            rk = _rsqrt(_square_norm(kc) + 1e-6)
+            norm, near = _norm_and_nearness(kc)
+            rk = _rsqrt(norm + 1e-6)
             rq = scale * _rsqrt(_square_norm(q_s.index(st)) + 1e-6)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             norms.index(2 * odd).store(rk)
             norms.index(2 * odd + 1).store(rq)
+            near_s._reinterpret(gl.float32, [2, 4, 16], FLAT2).index(odd).store(near * rk * rk)
             mbarrier.wait(g_full.index(st), phase)
             if n < 64:
                 _clean(gc, n, -3.0e38)
                 fence_async_shared()
-            t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
+            t_s = sums_s.index(odd)
             following = next_stage(st, phase)
             for s in range(4):
                 _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
             e1, xb, fk, ck = _anchors(hand, odd)
-            dec_s.index(st).store(_tile_factors(_tile_sums(t_s), xb, fk, ck, e1))
+            dec_s.index(st).store(_tile_factors(by_channel(t_s), xb, fk, ck, e1))
             gl.thread_barrier()
             mbarrier.arrive(ready.index(st), count=1)
             st, phase = following
@@ -248,7 +242,8 @@ def parts_of_l(tm_s):
 def score_partition(stages, hand, bars, places):
     """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time."""
     q_s, k_s, g_s, kc_s = stages
-    n_s, b_s = hand[2], hand[3]
+    n_s, b_s, sums_s, near_s = hand[2], hand[3], hand[4], hand[5]
+    work_s, rows_s, keys_s = hand[6]
     ready, kq_ready, lm_ready, hand_free = bars
     turn = 0
     length = 0
@@ -258,7 +253,7 @@ def score_partition(stages, hand, bars, places):
     while length >= 0:
         length = receive(places, turn)[3]
         turn += 1
-        for _ in range((length + 63) // 64):
+        for c in range((length + 63) // 64):
             mbarrier.wait(ready.index(st), phase)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             rk = norms.index(2 * odd).load(gl.SliceLayout(2, M3))
@@ -267,8 +262,18 @@ def score_partition(stages, hand, bars, places):
             qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
             e1, xb, fk, ck = _anchors(hand, odd)
             raw = (q_s.index(st), k_s.index(st), g_s.index(st))
+            n = length - c * 64
+            near = are_near(near_s.index(odd), n)
+            if near:
+                _difference_columns(
+                    raw[2], raw[1], rk, b_s.index(st), near_s.index(odd), kc_s.index(st), work_s, keys_s, n,
+                )  # fmt: skip
             acc = _scores(raw, rq, rk, (kc_s.index(st), e1, xb, fk), kt, qt)
             _rescale_columns(kc_s.index(st), ck)
+            if near:
+                acc = _last_rows(
+                    acc, b_s.index(st), by_channel(sums_s.index(odd)), work_s, rows_s, keys_s, kc_s.index(st), n,
+                )  # fmt: skip
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)

@@ -51,7 +51,8 @@ _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
 REGISTERS = 168
 """A thread's, so that three programs of four warps share an SM."""
 APART = True
-"""Whether the last key of a chunk is kept apart (apart.py)."""
+"""Whether chunks of nearly parallel keys get another basis (apart.py)."""
+_ROW_BYTES, _QUARTER_BYTES = 3 * 64 * 128 * 2, 6 * 32 * 32 * 2
 _OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
 
@@ -119,13 +120,12 @@ class _Problem:
 class _Operands:
     """Prepared chunks in `workspace`: descriptors of Kt, Qt, Kh [slots HV 3 64, 128] and the quarters of T, M
     [slots HV 6 32, 32] in fp16, decay [slots HV, 128] in fp32. ranks: a pack's sequences by length, [sequences, 4] int32,
-    and a counter. apart: Kh without the last key's part (apart.py), and that key behind the decay."""
+    and a counter."""
 
     workspace: Tensor
     descriptors: tuple[TensorDescriptor, ...]
     decay: _Place
     ranks: _Place
-    apart: bool = False
 
 
 def forward(
@@ -260,17 +260,29 @@ def _launch(
     note(ready, (*grid, 1), descriptors, pointers, (*sizes, *numbers, *constants))
 
 
-def operands_in(workspace: Tensor, count: int, apart: bool = False, start: int = 0) -> _Operands:
+def operands_in(workspace: Tensor, count: int, start: int = 0) -> _Operands:
     """Where everything lies in a workspace of `count` chunks and heads: rows, quarters, decays; behind them a pack's ranks.
     start: chunks and heads of others before these."""
     at = workspace.data_ptr() + start * SLOT_BYTES
-    rows, quarters = _Place(at, torch.float16), _Place(at + count * 49152, torch.float16)
-    decay, ranks = _Place(at + count * (49152 + 12288), torch.float32), _Place(at + count * SLOT_BYTES, torch.int32)
+    decay = at + count * (_ROW_BYTES + _QUARTER_BYTES)
+    return _operands_at(workspace, at, at + count * _ROW_BYTES, decay, at + count * SLOT_BYTES, count)
+
+
+def _operands_at(workspace: Tensor, rows: int, quarters: int, decay: int, ranks: int, count: int) -> _Operands:
     descriptors = (
-        _descriptor(rows, count * 3 * CHUNK, 128, 128, [CHUNK, 128], _ROWS),
-        _descriptor(quarters, count * 6 * 32, 32, 32, [32, 32], _ROWS),
+        _descriptor(_Place(rows, torch.float16), count * 3 * CHUNK, 128, 128, [CHUNK, 128], _ROWS),
+        _descriptor(_Place(quarters, torch.float16), count * 6 * 32, 32, 32, [32, 32], _ROWS),
     )
-    return _Operands(workspace, descriptors, decay, ranks, apart)
+    return _Operands(workspace, descriptors, _Place(decay, torch.float32), _Place(ranks, torch.int32))
+
+
+def _without(w: _Operands, first: int, count: int) -> _Operands:
+    """The last `count` chunks and heads, behind the first ones."""
+    rows, quarters = (d.base.data_ptr() for d in w.descriptors)
+    return _operands_at(
+        w.workspace, rows + first * _ROW_BYTES, quarters + first * _QUARTER_BYTES, w.decay.address + first * 512,
+        w.ranks.address, count,
+    )  # fmt: skip
 
 
 def _workspace(p: _Problem, count: int) -> Tensor:
@@ -284,7 +296,7 @@ def _workspace(p: _Problem, count: int) -> Tensor:
 def _prepare(p: _Problem) -> _Operands:
     """Factors of all chunks, in a workspace of their own."""
     count = slots(p.tokens, p.sequences, p.cu_seqlens is not None) * p.heads
-    w = operands_in(_workspace(p, count), count, APART and p.gate == BOUNDED)
+    w = operands_in(_workspace(p, count), count)
     _prepare_into(p, w, count)
     return w
 
@@ -301,7 +313,7 @@ def _prepare_into(p: _Problem, w: _Operands, count: int, first: int = 0, *, besi
     for padded in _vectors(p):
         if p.gate == BOUNDED:
             _launch(
-                kda_prepare_kernel, (count, 1), matrices, (*pointers, p.k), (hv, hv // p.q.shape[2], _row_stride(p.k)),
+                kda_prepare_kernel, (count, 1), matrices, pointers, (hv, hv // p.q.shape[2]),
                 (t, n, first, p.scale, p.lower_bound), (packed, padded, not packed, APART), p.index, **options,
             )  # fmt: skip
         else:
@@ -320,10 +332,11 @@ def _vectors(p: _Problem) -> tuple[int, ...]:
 
 def _scan(
     p: _Problem, w: _Operands, s0: Memory | None, st: Memory | None, o: Tensor, *, n: int, length: int, first: int = 0,
-    split: bool | None = None, beside: bool = False,
+    ranges: int = 1, split: bool | None = None, beside: bool = False,
 ) -> None:  # fmt: skip
     """One pass over n ranges of `length` tokens from token `first` on (or the pack's), from s0, writing o and, where wanted,
-    end states to st. split: value channels by halves. beside: the next launch may begin meanwhile."""
+    to st the states of sequences, which are cut into `ranges` each. split: value channels by halves. beside: the next launch
+    may begin meanwhile."""
     cu, hv = p.cu_seqlens, p.heads
     block = [CHUNK, 64]
     decay = w.decay
@@ -334,9 +347,8 @@ def _scan(
             kda_scan_kernel, (n * hv * (2 if halves else 1), 1),
             (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF)),
             (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st),
-            (hv,), (length, p.q.shape[0] * p.tokens, first, int(beside)),
-            (0 if s0 is None else 1, st is not None, cu is not None, halves, w.apart),
-            p.index,
+            (hv,), (length, p.q.shape[0] * p.tokens, first, int(s0 is not None), 0 if st is None else ranges, int(beside)),
+            (cu is not None, halves), p.index,
         )  # fmt: skip
 
 
@@ -351,7 +363,7 @@ def _two_pass(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> N
 def _windows(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, plan: tuple[Window, ...]) -> None:
     """One sequence, window after window. A window's factors are prepared while the one before is scanned, in memory that this
     one does not read: all windows have their own, or, where that would be too much, every other one the same."""
-    hv, apart = p.heads, APART and p.gate == BOUNDED
+    hv = p.heads
     own = fits_workspace(sum(w.chunks for w in plan) * hv)
     count = (sum(w.chunks for w in plan) if own else 2 * plan[0].chunks) * hv
     workspace = _workspace(p, count)
@@ -362,7 +374,7 @@ def _windows(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, plan:
     start = 0
     for i, (chunks, split) in enumerate(plan):
         here = start if own else i % 2 * plan[0].chunks
-        w = operands_in(workspace, chunks * hv, apart, here * hv)
+        w = operands_in(workspace, chunks * hv, start=here * hv)
         _prepare_into(p, w, chunks * hv, start * CHUNK, beside=i > 0)
         more = i + 1 < len(plan)
         entering = s0 if i == 0 else carry  # a program reads its own slice of the state before it writes it
@@ -381,23 +393,29 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
     if t % length and b > 1 and planning.jobs is None:
         raise ValueError(f"segments of {length} tokens need T divisible by it when B > 1, received B={b}, T={t}")
     count = ceil_div(t, length)
-    n = b * count
-    w = _prepare(p)
-    size = n * hv * 128 * 128
-    states = torch.empty(3 * size, dtype=torch.float32, device=o.device)
-    p.uses(states)
-    local, transition, entering = (_Place(states.data_ptr() + i * size * 4, torch.float32) for i in range(3))
-    _launch(
-        kda_ends_kernel, (2 * n * hv, 1), (*w.descriptors, _tiles(p.v, [CHUNK, 64], _HALF)),
-        (w.decay, local, transition), (hv,), (length, b * t), (w.apart,), p.index,
-    )  # fmt: skip
-    _launch(
-        merge_segments_kernel, (b * hv, 128 // _MERGED_COLUMNS), (),
-        (transition, local, local if s0 is None else s0, entering, local if st is None else st),
-        (hv,), (count,), (s0 is not None, st is not None, _MERGED_COLUMNS), p.index,
-        num_warps=_MERGING_WARPS,
-    )  # fmt: skip
-    _scan(p, w, entering, None, o, n=n, length=length)
+    n, chunks = b * count, slots(t, b, False) * hv
+    w = operands_in(_workspace(p, chunks), chunks)
+    early = (count - 1) * length // CHUNK * hv if b == 1 and count > 1 else chunks
+    _prepare_into(p, w, early)
+    entering: Memory | None = s0
+    if count > 1 or planning.jobs is not None:
+        size = n * hv * 128 * 128
+        states = torch.empty(3 * size, dtype=torch.float32, device=o.device)
+        p.uses(states)
+        local, transition, entering = (_Place(states.data_ptr() + i * size * 4, torch.float32) for i in range(3))
+        _launch(
+            kda_ends_kernel, (2 * b * (count - 1) * hv, 1), (*w.descriptors, _tiles(p.v, [CHUNK, 64], _HALF)),
+            (w.decay, local, transition), (hv,), (length, b * t, count, int(early < chunks)), (), p.index,
+        )  # fmt: skip
+        if early < chunks:  # nobody asks where the last segment ends: it is prepared on SMs that the others leave
+            late = _without(w, early, chunks - early)
+            _prepare_into(p, late, chunks - early, early // hv * CHUNK, beside=True)
+        _launch(
+            merge_segments_kernel, (b * hv, 128 // _MERGED_COLUMNS), (),
+            (transition, local, local if s0 is None else s0, entering),
+            (hv,), (count,), (s0 is not None, _MERGED_COLUMNS), p.index, num_warps=_MERGING_WARPS,
+        )  # fmt: skip
+    _scan(p, w, entering, st, o, n=n, length=length, ranges=count)
 
 
 def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_nearness, are_near, places_in
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     A2H,
@@ -205,7 +206,7 @@ def _chunk(
     t_s, xb_s, fk_s, ck_s, e1_s = anchors
     kt_s = k_s._reinterpret(gl.float16, [64, 128], S64)
     qt_s = q_s._reinterpret(gl.float16, [64, 128], S64)
-    full, _ = fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups)
+    full = fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups)
     rate = 1.0
     if GATE == SOFTPLUS:
         rate = _rate(gl.load(a_log_ptr + hv).to(gl.float32))
@@ -223,24 +224,36 @@ def _chunk(
         _clean(k_s, n, 0.0)
         _clean(q_s, n, 0.0)
     rq = _rsqrt(_square_norm(q_s) + 1e-6)
-    rk = _rsqrt(_square_norm(k_s) + 1e-6)
     if NORMS:
+        rk = _rsqrt(_square_norm(k_s) + 1e-6)
         store_norms(norm_ptr, rk, rq, n)
+    else:
+        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        norm, near = _norm_and_nearness(k_s)
+        rk = _rsqrt(norm + 1e-6)
+        near_s.reshape([4, 16]).store(near * rk * rk)
     rq = scale * rq
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
     _columns(g_s, k_s, rk, kc_s)
+    if not NORMS:  # noqa: SIM102 (a constant)
+        if are_near(near_s, n):
+            _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n)
     ld, md = _inside_tiles(q_s, k_s, g_s, rq, rk)
     # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
     la, l0, l1, ma, m0, m1 = _between_tiles((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
     _rescale_columns(kc_s, ck_s)
+    acc = ld, la, l0, l1, md, ma, m0, m1
+    if not NORMS:  # noqa: SIM102 (a constant)
+        if are_near(near_s, n):
+            acc = _last_rows(acc, b_s, t_s.load(FR), work_s, rows_s, keys_s, kc_s, n)
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(x_desc, [ws * 192, 0], kt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 64, 0], qt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
-    low, m = _masked((ld, la, l0, l1, md, ma, m0, m1), b_s)
-    store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion)
+    low, m = _masked(acc, b_s)
+    store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion, full)
 
 
 @gluon.jit(do_not_specialize=["T", "n_seqs", "tiles"])

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.apart import NOTHING, _keys_apart, _store_nearness, are_near
+from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_nearness, are_near, places_in
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     F1,
@@ -100,7 +100,7 @@ def chunk_tiles():
 
 @gluon.jit
 def fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups):
-    """Sends for the raw tiles; what to wait for, g, then q and k, and the head of q and k."""
+    """Sends for the raw tiles; what to wait for, g, then q and k."""
     full = barriers(2, 1)
     fence_async_shared()
     gl.thread_barrier()
@@ -110,7 +110,7 @@ def fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups):
     mbarrier.expect(full.index(1), 32768)
     tma.async_copy_global_to_shared(q_desc, [row0, hq * 128], full.index(1), q_s)
     tma.async_copy_global_to_shared(k_desc, [row0, hq * 128], full.index(1), k_s)
-    return full, hq
+    return full
 
 
 @gluon.jit
@@ -123,7 +123,7 @@ def store_norms(norm_ptr, rk, rq, n):
 
 
 @gluon.jit
-def store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion):
+def store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion, full):
     """Inverts what `_masked` left of a chunk and sends T and M, through the tile that held the decays."""
     lt_s, xp_s, ab_s, sums_s = inversion
     tm_s = g_s._reinterpret(gl.float16, [2, 64, 64], S64)
@@ -136,6 +136,8 @@ def store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion):
     gl.thread_barrier()
     _store_quarters(tm_desc, ws, tm_s)
     tma.store_wait(0)
+    for i in gl.static_range(2):  # named last here, their memory is nobody else's before: see `factors.barriers`
+        mbarrier.invalidate(full.index(i))
 
 
 @gluon.jit
@@ -155,7 +157,7 @@ def first_tile(slot, row0, upto, cu_ptr, T, VARLEN: gl.constexpr):
 def _prepare_chunk(
     q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
     slot, hv, row0, n, groups, HV, scale, bound, norm_ptr, NORMS: gl.constexpr = False,
-    k_ptr=0, k_row=0, APART: gl.constexpr = False,
+    APART: gl.constexpr = False,
 ):  # fmt: skip
     """Factors of one chunk and value head; NORMS: and what its keys and queries were multiplied by. What each tile of shared
     memory holds, in this order:
@@ -170,7 +172,7 @@ def _prepare_chunk(
     t_s, xb_s, fk_s, ck_s, e1_s = anchors
     kt_s = k_s._reinterpret(gl.float16, [64, 128], S64)
     qt_s = q_s._reinterpret(gl.float16, [64, 128], S64)
-    full, hq = fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups)
+    full = fetch_chunk(q_desc, k_desc, g_desc, q_s, k_s, g_s, row0, hv, groups)
     chan = gl.arange(0, 128, layout=F1)
     c1 = -_rate(gl.load(a_log_ptr + hv).to(gl.float32)) * LOG2E
     c2_s.store(gl.load(dt_ptr + hv * 128 + chan).to(gl.float32) * c1)
@@ -187,43 +189,42 @@ def _prepare_chunk(
         _clean(k_s, n, 0.0)
         _clean(q_s, n, 0.0)
     rq = _rsqrt(_square_norm(q_s) + 1e-6)
-    rk = _rsqrt(_square_norm(k_s) + 1e-6)
+    if APART:
+        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        norm, near = _norm_and_nearness(k_s)
+        rk = _rsqrt(norm + 1e-6)
+        near_s.reshape([4, 16]).store(near * rk * rk)
+    else:
+        rk = _rsqrt(_square_norm(k_s) + 1e-6)
     if NORMS:
         store_norms(norm_ptr, rk, rq, n)
     rq = scale * rq
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
-    at = dec_ptr + ws.to(gl.int64) * (256 if APART else 128) + gl.arange(0, 128, layout=gl.SliceLayout(0, FR))
+    at = dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR))
     gl.store(at, dec)
     _columns(g_s, k_s, rk, kc_s)
+    if APART:  # noqa: SIM102 (a constant)
+        if are_near(near_s, n):
+            _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n)
     # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
     acc = _scores((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
     _rescale_columns(kc_s, ck_s)
-    if APART:
-        near_s = gl.allocate_shared_memory(gl.float32, [4], FLAT1)
-        n_s = gl.allocate_shared_memory(gl.float32, [64], FLAT1)
-        _store_nearness(near_s, acc[0])
-        n_s.reshape([4, 16]).store(rk)
+    if APART:  # noqa: SIM102 (a constant)
+        if are_near(near_s, n):
+            acc = _last_rows(acc, b_s, t_s.load(FR), work_s, rows_s, keys_s, kc_s, n)
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(x_desc, [ws * 192, 0], kt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 64, 0], qt_s)
-    low, m = _masked(acc, b_s)
-    if APART:
-        if are_near(near_s, n):
-            _keys_apart(k_ptr, k_row, row0, hq, n, g_s, rk, n_s, b_s, ck_s, c2_s, kc_s)
-            gl.store(at + 128, c2_s.load(gl.SliceLayout(0, FR)))
-            fence_async_shared()
-            gl.thread_barrier()
-        else:
-            gl.store(at + 128, gl.full([128], NOTHING, gl.float32, gl.SliceLayout(0, FR)))
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
-    store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion)
+    low, m = _masked(acc, b_s)
+    store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion, full)
 
 
 @gluon.jit(do_not_specialize=["T", "n_seqs", "first"])
 def kda_prepare_kernel(
-    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, ranks_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr, k_ptr,
-    HV, groups, k_row, T, n_seqs, first, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr,
+    q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, ranks_ptr, beta_ptr, a_log_ptr, dt_ptr, cu_ptr,
+    HV, groups, T, n_seqs, first, scale, bound, VARLEN: gl.constexpr, NP: gl.constexpr, LAST_FIRST: gl.constexpr,
     APART: gl.constexpr,
 ):  # fmt: skip
     """Factors of one chunk and value head, three programs an SM; of tokens `first` on, where one sequence goes in windows.
@@ -241,13 +242,13 @@ def kda_prepare_kernel(
             slot, hv, row0, n = _locate(item, upto, cu_ptr, HV, T, VARLEN)
             _prepare_chunk(
                 q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
-                groups, HV, scale, bound, dec_ptr, False, k_ptr, k_row, APART,
+                groups, HV, scale, bound, dec_ptr, False, APART,
             )  # fmt: skip
     else:
         slot, hv, row0, n = _locate(item, 0, cu_ptr, HV, T, VARLEN, first)
         _prepare_chunk(
             q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, slot, hv, row0, n,
-            groups, HV, scale, bound, dec_ptr, False, k_ptr, k_row, APART,
+            groups, HV, scale, bound, dec_ptr, False, APART,
         )  # fmt: skip
         end_after_the_kernel_before()
 

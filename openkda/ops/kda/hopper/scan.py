@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openkda.ops.kda.hopper.apart import NOTHING
 from openkda.ops.kda.hopper.chains import LENTRY, field
 from openkda.ops.kda.hopper.factors import FLAT1, S64, _clean, barriers
 from openkda.ops.kda.hopper.instructions import let_dependents_start
@@ -33,7 +32,6 @@ from openkda.ops.kda.hopper.state import (  # fmt: skip
     ACC_S,
     ACC_T,
     S128,
-    _last_token,
     _output,
     _row_scale,
     _state_offsets,
@@ -43,12 +41,12 @@ from openkda.ops.kda.hopper.state import (  # fmt: skip
 
 
 @gluon.jit
-def operand_tiles(APART: gl.constexpr = False):
-    """Shared memory of two chunks' Kt, Qt, Kh, decay (APART: and last key), T and M."""
+def operand_tiles():
+    """Shared memory of two chunks' Kt, Qt, Kh, decay, T and M."""
     kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     qt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    dec_s = gl.allocate_shared_memory(gl.float32, [2, 256 if APART else 128], FLAT1)
+    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
     tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     m_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     return kt_s, qt_s, kh_s, dec_s, tt_s, m_s
@@ -67,14 +65,13 @@ def operand_barriers(users: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr, APART: gl.constexpr = False,
+    x_desc, tm_desc, dec_ptr, ops, bars, slot0, chunks, hv, HV, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """One warp that keeps two chunks of operands in flight; without OUTPUT neither Qt nor M."""
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     kq_ready, kh_ready, kh_free, tm_ready, free = bars
     L: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    W: gl.constexpr = 256 if APART else 128
-    i = gl.arange(0, W, layout=L)
+    i = gl.arange(0, 128, layout=L)
     t_q = tt_s._reinterpret(gl.float16, [8, 32, 32], S64)
     m_q = m_s._reinterpret(gl.float16, [8, 32, 32], S64)
     for c in range(chunks):
@@ -82,7 +79,7 @@ def load_partition(
         used = ((c >> 1) & 1) ^ 1
         ws = (slot0 + c) * HV + hv
         row = ws * 192
-        dec = gl.load(dec_ptr + ws.to(gl.int64) * W + i)
+        dec = gl.load(dec_ptr + ws.to(gl.int64) * 128 + i)
         mbarrier.wait(free.index(st), used)
         mbarrier.expect(kq_ready.index(st), 32768 if OUTPUT else 16384)
         tma.async_copy_global_to_shared(x_desc, [row, 0], kq_ready.index(st), kt_s.index(st))
@@ -135,9 +132,8 @@ def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
 
 @gluon.jit
 def scan_partition(
-    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, hv, HV, half,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
-    APART: gl.constexpr = False,
+    v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, out_seq, hv, HV, half,
+    STATE_IN: gl.constexpr, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
 ):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through prepared chunks, in registers. Nothing but
     R, U and S is in the chain from state to state:
@@ -145,9 +141,9 @@ def scan_partition(
         tensor   R ........ U ..... S ..... O ............
         threads  output c-1   decay S   u     scale S for c+1
 
-    v_s: four tiles, for values on their way, values, outputs and outputs on their way. STATE_IN: 0 zeros, 1 from s0_ptr,
-    2 the identity. VALUES=False takes v = 0, OUTPUT=False writes no o: from the identity the two give the transition
-    matrix of the whole range.
+    v_s: four tiles, for values on their way, values, outputs and outputs on their way. STATE_IN: 0 zeros, 1 number n_seq of
+    s0_ptr (zeros if negative), 2 the identity. The state that leaves is number out_seq of st_ptr, not written if negative.
+    VALUES=False takes v = 0, OUTPUT=False writes no o: from the identity the two give the transition matrix of the whole range.
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     v_full, operand_bars = bars
@@ -155,7 +151,7 @@ def scan_partition(
     chunks = (length + 63) // 64
     col0 = hv * 128 + half * 64
     if STATE_IN == 1:
-        s = gl.load(s0_ptr + _state_offsets(n_seq * HV + hv, half))
+        s = gl.load(s0_ptr + _state_offsets(n_seq * HV + hv, half), mask=n_seq >= 0, other=0.0)
     elif STATE_IN == 2:
         i = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S)) + half * 64
         s = gl.where(i[:, None] == gl.arange(0, 128, layout=gl.SliceLayout(0, ACC_S))[None, :], 1.0, 0.0)
@@ -187,13 +183,7 @@ def scan_partition(
             mbarrier.wait(tm_ready.index(st), phase)
             u = warpgroup_mma(ar, tt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)
             mbarrier.wait(kh_ready.index(st), phase)
-            if APART:
-                s = s * dec_s.index(st).slice(0, 128, dim=0).load(gl.SliceLayout(0, ACC_S))[None, :]
-                last = dec_s.index(st).slice(128, 128, dim=0)
-                if field(last.slice(0, 4, dim=0).load(LENTRY), 0) < NOTHING:
-                    s += _last_token(r, length - c * 64)[:, None] * last.load(gl.SliceLayout(0, ACC_S))[None, :]
-            else:
-                s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
+            s = s * dec_s.index(st).load(gl.SliceLayout(0, ACC_S))[None, :]
             u, ar = warpgroup_mma_wait(0, deps=[u, ar])
             u16 = u.to(gl.float16)
             au = gl.convert_layout(u16, A_S)
@@ -224,17 +214,19 @@ def scan_partition(
             v_p.permute((1, 0)).store(out)
             _write_output(o_desc, o_ptr, v_p, row0 + (chunks - 1) * 64, col0, length - (chunks - 1) * 64, HV)
             tma.store_wait(0)
-    if STATE_OUT:
-        gl.store(st_ptr + _state_offsets(n_seq * HV + hv, half), s * inv[:, None])
+    if out_seq >= 0:
+        gl.store(st_ptr + _state_offsets(out_seq * HV + hv, half), s * inv[:, None])
 
 
-@gluon.jit(do_not_specialize=["T", "rows", "first", "beside"])
+@gluon.jit(do_not_specialize=["T", "rows", "first", "enters", "ranges", "beside"])
 def kda_scan_kernel(
-    x_desc, tm_desc, v_desc, o_desc, dec_ptr, ranks_ptr, o_ptr, s0_ptr, st_ptr, HV, T, rows, first, beside,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, SPLIT: gl.constexpr, APART: gl.constexpr,
+    x_desc, tm_desc, v_desc, o_desc, dec_ptr, ranks_ptr, o_ptr, s0_ptr, st_ptr, HV, T, rows, first, enters, ranges, beside,
+    VARLEN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """State recurrence of one (sequence, value head) over prepared chunks; SPLIT: of half its value channels.
 
+    enters: whether states do, one a range; otherwise zeros. ranges: of these a sequence is cut into as many, the last of which
+    writes the sequence's state; 0: nobody does. These are numbers, for every other binary would have to be compiled.
     With VARLEN long sequences come first, as `prepare` ranked them, so that none is left over at the end; without, every
     range has T tokens, from token `first` on, the last one those that are left of `rows`. beside: the next window's factors
     may be prepared meanwhile, on SMs that this kernel leaves.
@@ -258,7 +250,9 @@ def kda_scan_kernel(
         slot0 = seq * ((T + 63) // 64)
         row0 = first + seq * T
         length = gl.minimum(T, rows - row0)
-    ops = operand_tiles(APART)
+    n_seq = gl.where(enters != 0, seq, -1)
+    out_seq = gl.where((ranges > 0) & ((seq + 1) % gl.maximum(ranges, 1) == 0), seq // gl.maximum(ranges, 1), -1)
+    ops = operand_tiles()
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
     lb = operand_barriers(1 if SPLIT else 2)
     sb0 = (barriers(4, 1), lb)
@@ -269,10 +263,10 @@ def kda_scan_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
-                                   half, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True), APART)),
+                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, n_seq, out_seq,
+                                   hv, HV, half, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True))),
                 (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
-                                   gl.constexpr(True), APART)),
+                                   gl.constexpr(True))),
             ],
             [1],
             [40],
@@ -283,31 +277,35 @@ def kda_scan_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, seq, hv, HV,
-                                   0, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True), APART)),
-                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, seq, hv, HV,
-                                   1, STATE_IN, STATE_OUT, gl.constexpr(True), gl.constexpr(True), APART)),
+                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, n_seq, out_seq,
+                                   hv, HV, 0, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True))),
+                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, n_seq, out_seq,
+                                   hv, HV, 1, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True))),
                 (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV,
-                                   gl.constexpr(True), APART)),
+                                   gl.constexpr(True))),
             ],
             [4, 1],
             [232, 32],
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["T", "rows"])
-def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr, HV, T, rows, APART: gl.constexpr):
+@gluon.jit(do_not_specialize=["T", "rows", "ranges", "beside"])
+def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr, HV, T, rows, ranges, beside):
     """State at the end of every range of T tokens from zero (local), and its transition matrix, side by side: both need
-    the same operands. One CTA a (range, value head, half of the value channels)."""
+    the same operands. One CTA a (range, value head, half of the value channels); of the `ranges` of a sequence nobody asks
+    where the last one ends. beside: see `kda_scan_kernel`."""
+    if beside != 0:
+        let_dependents_start()
     pid = gl.program_id(0)
     half = pid & 1
     seq = (pid >> 1) // HV
     hv = (pid >> 1) % HV
+    seq += seq // (ranges - 1)
     row0 = seq * T
     length = gl.minimum(T, rows - row0)
     kt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
     kh_s = gl.allocate_shared_memory(gl.float16, [2, 64, 128], S64)
-    dec_s = gl.allocate_shared_memory(gl.float32, [2, 256 if APART else 128], FLAT1)
+    dec_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
     tt_s = gl.allocate_shared_memory(gl.float16, [2, 64, 64], S64)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
     lb = operand_barriers(2)
@@ -318,14 +316,12 @@ def kda_ends_kernel(x_desc, tm_desc, v_desc, dec_ptr, local_ptr, transition_ptr,
     fence_async_shared()
     gl.warp_specialize(
         [
-            (scan_partition, (v_desc, v_desc, local_ptr, local_ptr, local_ptr, v_s, ops, bars, row0, length, seq, hv, HV,
-                               half, gl.constexpr(0), gl.constexpr(True), gl.constexpr(True),
-                               gl.constexpr(False), APART)),
+            (scan_partition, (v_desc, v_desc, local_ptr, local_ptr, local_ptr, v_s, ops, bars, row0, length, seq, seq, hv,
+                               HV, half, gl.constexpr(0), gl.constexpr(True), gl.constexpr(False))),
             (scan_partition, (v_desc, v_desc, transition_ptr, transition_ptr, transition_ptr, v_s, ops, bars, row0,
-                               length, seq, hv, HV, half, gl.constexpr(2), gl.constexpr(True), gl.constexpr(False),
-                               gl.constexpr(False), APART)),
-            (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, (length + 63) // 64, hv, HV, gl.constexpr(False),
-                              APART)),
+                               length, seq, seq, hv, HV, half, gl.constexpr(2), gl.constexpr(False),
+                               gl.constexpr(False))),
+            (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, (length + 63) // 64, hv, HV, gl.constexpr(False))),
         ],
         [4, 1],
         [232, 32],

@@ -18,15 +18,14 @@ from typing import NamedTuple
 CHUNK = 64
 WORKSPACE = 2 << 30
 """Bytes of prepared chunks alive at once; a longer sequence goes through in windows of tokens, carrying its state."""
-SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 2 * 128 * 4
-"""A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels and its last key in
-float32."""
+SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 128 * 4
+"""A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels in float32."""
 
 _PREPARE_US, _PREPARE_START_US = 3.85, 12.0
 """A chunk and head on one SM; what the last programs leave idle."""
 _SCAN_US = {True: 1.5, False: 2.2}
-_SEGMENT_US = {True: 3.05, False: 5.8}
-_MERGE_US, _CUT_US = 8.0, 5.0
+_ENDS_US, _MERGE_US, _CUT_US = 1.55, 8.0, 5.0
+"""Both ends of a segment's chunk; a segment in the merge; what a cut costs besides."""
 _SCAN_MEMORY_US = 0.0245
 """A chunk and head of the scan cannot be read faster, on however many SMs."""
 _FUSED_US, _FUSED_START_US = 6.1, 15.0
@@ -124,6 +123,7 @@ def _scan_us(split: bool, heads: int) -> float:
     return max(_SCAN_US[split], _SCAN_MEMORY_US * heads)
 
 
+@lru_cache(4096)
 def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True) -> Schedule:
     """tokens: T of the call. sequences: B, or the members of the pack. heads: value heads. sms: of the device. fusible: the
     fused kernel, which knows the bounded gate only, may be taken."""
@@ -145,18 +145,27 @@ def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusi
         plan = windows(longest, heads, sms)
         two_pass = windows_us(plan, heads, sms)
     best: Schedule = "fused" if fused < two_pass else "two_pass"
-    least = _WORTH * (min(fused, two_pass) - preparing)
-    for halves in (True, False):
-        most = sms // ((2 if halves else 1) * chains)
-        count = min(most, round((_SEGMENT_US[halves] * longest / _MERGE_US) ** 0.5))
-        if count < 2:
-            continue
-        length = segment_tokens(tokens, count)
-        count = ceil_div(tokens, length)
-        cost = _SEGMENT_US[halves] * (length // CHUNK) + _MERGE_US * count + _CUT_US
-        if cost < least and (sequences == 1 or tokens % length == 0):
-            best, least = ("segments", count), cost
+    least = _WORTH * min(fused, two_pass)
+    for count in range(2, min(sms // chains, longest) + 1):
+        length = ceil_div(longest, count)
+        if ceil_div(longest, length) == count and (sequences == 1 or tokens % (length * CHUNK) == 0):
+            cost = segments_us(longest, sequences, count, heads, sms)
+            if cost < least:
+                best, least = ("segments", count), cost
     return best
+
+
+def segments_us(chunks: int, sequences: int, count: int, heads: int, sms: int) -> float:
+    """Of sequences that are cut into as many segments, microseconds by the constants above."""
+    chains, length = sequences * heads, ceil_div(chunks, count)
+    late = chunks - (count - 1) * length if sequences == 1 else 0  # prepared beside the ends
+    programs = 2 * chains * (count - 1)
+    waves = ceil_div(programs, sms)
+    ends = _ENDS_US * length * waves
+    left = max(late * _PREPARE_US * heads - (waves * sms - programs) * ends / waves, 0.0)
+    preparing = (_PREPARE_US * (chunks - late) * chains + left) / sms + _PREPARE_START_US
+    split = is_split(count * chains, sms)
+    return preparing + ends + _MERGE_US * (count - 1) + _CUT_US + _scan_us(split, count * chains) * length
 
 
 def _makespan(work: int, longest: int, chains: int, sms: int, packed: bool) -> float:

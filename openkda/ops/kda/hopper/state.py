@@ -41,14 +41,6 @@ def _values(v_s):
 
 
 @gluon.jit
-def _last_token(r, n):
-    """Column of the last token of a chunk of which n tokens are real."""
-    i = gl.arange(0, 64, layout=gl.SliceLayout(0, ACC_T))[None, :]
-    x = gl.sum(gl.where(i == gl.minimum(n, 64) - 1, r, 0.0), axis=1)
-    return gl.convert_layout(x, gl.SliceLayout(1, ACC_S))
-
-
-@gluon.jit
 def _state_offsets(index, half):
     """Elements of [.., K, V] held by one state warpgroup. Opaque, or the offsets stay in registers all along."""
     v = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S))
