@@ -93,9 +93,12 @@ def evaluate(
 ) -> int:
     """Loss, perplexity and bits per byte of a checkpoint on text."""
     from openkda.training.evaluate import evaluate_paths
+    from openkda.training.progress import scoring_lines
     from openkda.training.run_directory import find_checkpoint
 
-    result = evaluate_paths(find_checkpoint(checkpoint), data, seq_len=seq_len, device=device, dtype=dtype)
+    result = evaluate_paths(
+        find_checkpoint(checkpoint), data, seq_len=seq_len, device=device, dtype=dtype, advance=scoring_lines()
+    )
     print(f"loss           {result.loss:.4f} nats per token\nperplexity     {result.perplexity:.4f} per token")
     print(f"bits per byte  {result.bits_per_byte:.4f}\ntokens         {result.tokens}")
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -135,6 +137,22 @@ def console_progress() -> Progress:
         return LiveProgress()
     except ModuleNotFoundError:
         return PlainProgress()
+
+
+def scoring_lines(*, stream: TextIO | None = None, every: float = 10.0) -> Callable[[int, int], None]:
+    """For `evaluate_paths(advance=...)`: a line each `every` seconds with what is scored and how long the rest takes."""
+    began = last = time.monotonic()
+
+    def advance(scored: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < every:
+            return
+        last, left = now, (now - began) * (total - scored) / max(1, scored)
+        text = f"{scored / total:.0%}  {scored:,} of {total:,} tokens  {duration(left)} left"
+        print(text, file=stream or sys.stderr, flush=True)
+
+    return advance
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from openkda.training.evaluate import Evaluation
-from openkda.training.progress import LiveProgress, PlainProgress, Progress, StepReport, duration
+from openkda.training.progress import LiveProgress, PlainProgress, Progress, StepReport, duration, scoring_lines
 
 REPORT = StepReport(
     step=7,
@@ -67,3 +67,13 @@ def test_live_bar() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(-3, "0:00"), (12.4, "0:12"), (3700, "1:01:40"), (59.9, "1:00")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_long_evaluations_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 4.0, 12.0, 13.0])
+    monkeypatch.setattr("openkda.training.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    advance = scoring_lines(stream=stream)
+    for scored in (10, 30, 35):
+        advance(scored, 100)
+    assert stream.getvalue() == "30%  30 of 100 tokens  0:28 left\n"
