@@ -10,6 +10,7 @@ from typing import Any
 
 import backward_checks
 import torch
+from torch import Tensor
 from triton_checks import BF16, F16, F32, LIMITS, block_inputs, reference, run
 
 from openkda.ops.kda.api import BoundedGate, SoftplusGate, kda, kda_step
@@ -178,6 +179,32 @@ def check_surroundings(device: str, dtype: torch.dtype, impl: str | None, K: int
         setattr(y, n, view)
     a, b = run(x, impl), run(y, impl)  # type: ignore[arg-type]
     assert torch.equal(a.output, b.output) and torch.equal(a.final_state, b.final_state)  # type: ignore[arg-type]
+
+
+def any_layout(t: Tensor) -> Tensor:
+    """The same values, without a row or a column that is dense."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else torch.stack([t, t], 1)[:, 0]
+
+
+def check_layouts(device: str, dtype: torch.dtype, gate: str) -> None:
+    """States that lie transposed or are one row expanded over a batch, and saved tensors that hooks hand back laid out anew:
+    the same bits, what the forward keeps included."""
+    x = published(41, device, dtype, gate, B=2, T=150)
+    assert x.initial_state is not None
+    x.initial_state[1] = x.initial_state[0]
+    for recompute in (True, False):
+        x.options["recompute"] = recompute
+        want = gradients(x)
+        for state in (any_layout(x.initial_state), x.initial_state[:1].expand_as(x.initial_state)):
+            y = replace(x, initial_state=state, dS=any_layout(x.dS)).requires_grad_()
+            out = kda(*(getattr(y, n) for n in TOKENS), **y.kwargs())
+            ends = torch.autograd.grad((out.output, out.final_state), (y.q, y.v), (y.do, y.dS))
+            assert torch.equal(out.output, want["o"]) and torch.equal(out.final_state, want["S"])  # type: ignore[arg-type]
+            assert torch.equal(ends[0], want["dq"]) and torch.equal(ends[1], want["dv"])
+        with torch.autograd.graph.saved_tensors_hooks(any_layout, lambda t: t):
+            got = gradients(x)
+        for n in want:
+            assert torch.equal(got[n], want[n]), n
 
 
 def check_tiny_gradients(device: str, dtype: torch.dtype) -> None:

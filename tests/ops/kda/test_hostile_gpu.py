@@ -47,6 +47,11 @@ def test_training_on_dirty_memory(gate: str) -> None:
     checks.check_dirty_memory_of_training("cuda", BF16, gate)
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_layouts(gate: str) -> None:
+    checks.check_layouts("cuda", BF16, gate)
+
+
 def test_strong_decay() -> None:
     checks.check_strong_decay("cuda", BF16)
 
