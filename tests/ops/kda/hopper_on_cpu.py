@@ -79,6 +79,15 @@ class _Memory:
             self.made.append(t)
         return t
 
+    def knows(self, operands_in: Any) -> Any:
+        """`operands_in` for workspaces that others made: a hook on saved tensors copies them."""
+
+        def of(workspace: Tensor, *options: Any) -> Any:
+            self.made.append(workspace)
+            return operands_in(workspace, *options)
+
+        return of
+
     def at(self, x: Any) -> Tensor:
         """A tensor, or the tensor from a place in one to its end."""
         if isinstance(x, Tensor):
@@ -146,6 +155,7 @@ def hopper_on_cpu(processors: int = 132, poison: float = float("nan")) -> Iterat
         for module in (launch, walks):
             here(module, "_launch", memory.launch_with_roles)
             here(module, "_sm_count", lambda index: processors)
+            here(module, "operands_in", memory.knows(module.operands_in))
         here(portable, "launch", memory.launch)
         here(backward, "launch", memory.launch)
         assert keep._scan is launch._scan  # which launches by its module's name
