@@ -43,6 +43,10 @@ def main() -> None:
         for sizes in ({"T": 70, "H": 2, "K": 128}, {"lengths": packs, "H": 1, "HV": 2, "K": 24, "V": 40}):
             found = gradients(inputs(gate, **sizes), impl="triton")
             report(f"triton forward and backward, {gate} {sizes}", *found.values())
+        for lengths, recompute in (((130,), None), (packs, None), (packs, False)):
+            x = inputs(gate, lengths=lengths, H=2, K=128)
+            found = gradients(x, impl="hopper", recompute=recompute)
+            report(f"hopper forward and backward, {gate} {lengths}, recompute {recompute}", *found.values())
     x = inputs("bounded", T=70, H=1, K=64)
     with torch.no_grad():
         report("triton_exact", kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="triton_exact").output)
