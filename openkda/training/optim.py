@@ -175,6 +175,13 @@ class Optimizer:
         if rest:
             on_gpu = all(p.is_cuda for group in rest for p in group["params"])
             self._parts["adamw"] = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=on_gpu or None)
+        # On a GPU every step, as one that a CUDA graph replays has to: a rate as a number rounds elsewhere, and a run that was
+        # stopped, whose first steps are launched, would not go on to the bit. (Sharded parameters, which no graph takes, do not.)
+        self._rates_on_gpu = all(
+            p.is_cuda and type(p) is nn.Parameter for g in self._param_groups() for p in g["params"]
+        )
+        if self._rates_on_gpu:
+            self.make_capturable()
 
     def set_rate(self, lr: float) -> None:
         for group in self._param_groups():
@@ -186,6 +193,8 @@ class Optimizer:
     def make_capturable(self) -> None:
         """From now on `step` reads its rate on the GPU, as one that is replayed from a CUDA graph has to."""
         for group in self._param_groups():
+            if isinstance(group["lr"], Tensor):
+                continue
             group["lr"] = torch.as_tensor(float(group["lr"]), device=group["params"][0].device)
             group["capturable"] = True
 
@@ -232,3 +241,5 @@ class Optimizer:
                     raise ValueError(
                         f"optimizer state: {name}: expected {list(p.shape)} as its parameter, received {got}"
                     )
+        if self._rates_on_gpu:
+            self.make_capturable()

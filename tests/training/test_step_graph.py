@@ -249,3 +249,19 @@ def test_a_run_on_a_gpu(options: Make, accumulate: int) -> None:
     assert all(abs(a - b) < 2e-3 * b for a, b in zip(got, want, strict=True)), (got, want)
     resumed = resume(runs["graphed"].out / "step-3")
     assert resumed.step == 6 and abs(resumed.val_loss - runs["plain"].val_loss) < 2e-3 * resumed.val_loss
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_run_that_was_stopped_goes_on_to_the_bit_on_a_gpu(options: Make) -> None:
+    """Its first steps are launched where those of the whole run were replayed; and a run may go on with graphs or without."""
+    model = {"kda_head_dim": 128, "hidden_size": 128}
+    whole = train(options("whole", device="cuda", steps=12, checkpoint_every=6, keep=9, model=model))
+
+    def losses(out: Any) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line}
+
+    want = losses(whole.out)
+    for settings in ((), ("cuda_graph=false",)):
+        resumed = resume(whole.out / "step-6", settings=settings)
+        assert resumed.step == 12 and losses(resumed.out) == want, settings
