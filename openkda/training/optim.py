@@ -176,7 +176,7 @@ class Optimizer:
             on_gpu = all(p.is_cuda for group in rest for p in group["params"])
             self._parts["adamw"] = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=on_gpu or None)
         # On a GPU every step, as one that a CUDA graph replays has to: a rate as a number rounds elsewhere, and a run that was
-        # stopped, whose first steps are launched, would not go on to the bit. (Sharded parameters, which no graph takes, do not.)
+        # stopped, whose first steps are launched, would not go on to the bit. (Not sharded parameters: no graph takes them.)
         self._rates_on_gpu = all(
             p.is_cuda and type(p) is nn.Parameter for g in self._param_groups() for p in g["params"]
         )
