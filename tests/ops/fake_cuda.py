@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from openkda.ops.device import calls
 from openkda.ops.triton import launch, parameters
+from openkda.ops.triton.graphs import KernelNode
 
 FORMATS = parameters._FORMATS
 SMS = 132
@@ -31,6 +32,10 @@ def encode(descriptor: Any, about: Any, address: int) -> bytes:
     """In place of the driver's encoding of a matrix: 128 bytes that say what was asked for."""
     shape, strides, block = descriptor.shape, descriptor.strides, about["block"]
     return struct.pack("7Q", address, *shape, *strides, *block).ljust(128, b"\0")
+
+
+Listed = tuple[str, tuple[int, ...], tuple[Any, ...]]
+"""A launch: kernel, grid, everything that the kernel takes."""
 
 
 class Kernel:
@@ -79,7 +84,7 @@ class Kernel:
                 values += struct.unpack(FORMATS[kind], struct.pack(FORMATS[kind], a))
         self.card.launches.append((self.name, grid, tuple(values)))
 
-    def read(self, config: parameters.Config, table: int) -> None:
+    def read(self, config: parameters.Config | KernelNode, table: int) -> Listed:
         """A launch by the driver."""
         sizes = self.sizes()
         addresses = (ctypes.c_void_p * len(sizes)).from_address(table)
@@ -93,11 +98,7 @@ class Kernel:
             form = {"map": "128s"}.get(kind) or ("Q" if kind[0] == "*" else FORMATS.get(kind, kind))
             values += struct.unpack(form, raw)
         assert values[-2:] == [0, 0] and tuple(config.block) == (128, 1, 1) and config.shared == 100 + self.function
-        assert bool(config.attributes) == self.run.launch_pdl == config.count
-        if config.count:
-            found = parameters.Attribute.from_address(config.attributes)
-            assert (found.id, found.value[0], ctypes.sizeof(found)) == (6, 1, 72)
-        self.card.launches.append((self.name, tuple(config.grid), tuple(values[:-2])))
+        return self.name, tuple(config.grid), tuple(values[:-2])
 
 
 class _Run:
@@ -118,15 +119,15 @@ class _Run:
 
 
 class Card:
-    """launches: (kernel, grid, everything that the kernel takes). compiled: a name for each specialisation; alone: of those the
-    ones that were compiled one after the other. direct: launches
-    past Triton's launcher, `streams` of those; listeners: who was told of the others. entered: threads that asked for a
-    context. status: what the driver answers."""
+    """compiled: a name for each specialisation; alone: of those the ones that were compiled one after the other. direct:
+    launches past Triton's launcher, `streams` of those; listeners: who was told of the others. entered: threads that asked for
+    a context. status: what the driver answers."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
+        self.launches: list[Listed] = []
         self.kernels: list[Kernel] = []
         self.direct = self.entered = 0
+        self.graphs = CardGraphs(self)
         self.alone: list[str] = []
         self.streams: list[int] = []
         self.listeners: list[Any] = []
@@ -157,7 +158,12 @@ class Card:
         self.direct += 1
         about = parameters.Config.from_address(config)
         self.streams.append(about.stream or 0)
-        self.kernels[function - 1].read(about, table)
+        kernel = self.kernels[function - 1]
+        assert bool(about.attributes) == kernel.run.launch_pdl == about.count
+        if about.count:
+            found = parameters.Attribute.from_address(about.attributes)
+            assert (found.id, found.value[0], ctypes.sizeof(found)) == (6, 1, 72)
+        self.launches.append(kernel.read(about, table))
         return 0
 
     def enter(self) -> None:
@@ -174,6 +180,43 @@ class Card:
         if threading.current_thread() is threading.main_thread():
             self.alone.append(kernel.name)
         return kernel
+
+
+class CardGraphs:
+    """What `graphs.py` asks of libcuda. alive: the launches of each graph; launched: how many launches came from graphs.
+    captures: whether the current stream does."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.alive: dict[int, list[Listed]] = {}
+        self.made = self.launched = 0
+        self.captures = False
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def make(self, nodes: list[KernelNode]) -> int | None:
+        assert not self.captures
+        if self.card.status:
+            return None
+        self.made += 1
+        kernels = [self.card.kernels[n.function - 1] for n in nodes]
+        assert not any(k.run.launch_pdl for k in kernels)  # a node has no such attribute
+        self.alive[self.made] = [k.read(n, n.parameters) for k, n in zip(kernels, nodes, strict=True)]
+        return self.made
+
+    def launch(self, graph: int, stream: int) -> int:
+        assert not self.captures
+        if not self.card.status:
+            found = self.alive[graph]
+            self.card.launches += found
+            self.card.streams += [stream] * len(found)
+            self.card.direct += len(found)
+            self.launched += len(found)
+        return self.card.status
+
+    def drop(self, graph: int) -> None:
+        del self.alive[graph]
 
 
 @contextmanager

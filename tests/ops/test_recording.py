@@ -114,7 +114,7 @@ def test_an_address_is_no_proof_of_a_tensor(monkeypatch: pytest.MonkeyPatch, for
     )
     monkeypatch.setattr(launch, "find_driver", lambda: "library")
     monkeypatch.setattr(launch, "kernel_of", lambda one, places, library: tuple(places))
-    monkeypatch.setattr(launch, "Parameters", lambda found, library: found)
+    monkeypatch.setattr(launch, "Parameters", lambda found, library, inner: found)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=None)))
     x, cpu = torch.zeros(16), torch.device("cpu")
 

@@ -158,12 +158,10 @@ class Tape:
     """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device, and are
     None in the same places."""
 
-    __slots__ = ("_current", "_empty", "_fresh", "_index", "_inner", "_parameters", "_stream")
+    __slots__ = ("_current", "_empty", "_fresh", "_index", "_parameters", "_stream")
 
-    def __init__(
-        self, parameters: Parameters, made: Sequence[Tensor], inner: list[tuple[int, int]], device: torch.device
-    ) -> None:
-        self._parameters, self._inner, self._index = parameters, inner, device.index
+    def __init__(self, parameters: Parameters, made: Sequence[Tensor], device: torch.device) -> None:
+        self._parameters, self._index = parameters, device.index
         self._fresh: list[tuple[Any, ...]] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         self._empty = _allocator(device)
         self._stream: Callable[[int], int] = driver.active.get_current_stream
@@ -185,8 +183,6 @@ class Tape:
         empty = self._empty
         made = [empty(*fresh) for fresh in self._fresh]
         at += [t.data_ptr() for t in made]
-        if self._inner:
-            at += [at[place] + offset for place, offset in self._inner]
         self._parameters.play(at, self._stream(index))
         return made
 
@@ -238,7 +234,7 @@ def record(
         if kernel is None:
             return made, None
         kernels.append(kernel)
-    return made, Tape(Parameters(kernels, library), made, list(inner), device)
+    return made, Tape(Parameters(kernels, library, list(inner)), made, device)
 
 
 def _find(t: Noted | None, addresses: list[int], memory: Sequence[Tensor], inputs: int) -> int | tuple[int, int] | None:
@@ -279,6 +275,8 @@ def rows_of(x: Tensor) -> tuple[int, ...]:
 
 def walkable(x: Tensor) -> Tensor:
     """x [B, T, ..] where a kernel can step through it by `rows_of`, else a copy."""
+    if x.is_contiguous():  # also what a copy would be
+        return x
     steps = x.stride()
     whole = x.shape[0] == 1 or x.shape[1] == 1 or (steps[0] % steps[1] == 0 if steps[1] else steps[0] == 0)
     return x if whole and steps[-1] == 1 and steps[1] < FAR else x.contiguous()

@@ -2,6 +2,7 @@
 
 Triton's launcher converts 40 to 70 Python arguments a launch. Here the kernels of a tape share one block of memory with all
 their parameters, addresses in front: one `struct.pack_into` fills those in, and a launch is a foreign call with three pointers.
+Where the same addresses come again, as allocators give them in every step of a training, the launches become one CUDA graph.
 
 The order of parameters is that of Triton's launcher (backends/nvidia/driver.py): everything but constexprs, a descriptor as its
 map, sizes and strides, then up to two pointers to scratch memory. That is no public promise, so each kernel is asked
@@ -20,6 +21,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+
+from openkda.ops.triton.graphs import GraphDriver, Graphs, KernelNode
 
 _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -65,6 +68,7 @@ class Driver:
         )  # fmt: skip
         self._context.argtypes = self._use.argtypes = (ctypes.c_void_p,)
         self._primary.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self.graphs = GraphDriver(library)
 
     def enter(self) -> None:
         """Gives this thread the current device's context, if it has none."""
@@ -154,12 +158,13 @@ class _Kernel(NamedTuple):
 
 
 class Parameters:
-    """The launches of a tape, ready to be played on other memory."""
+    """The launches of a tape, ready to be played on other memory. inner: (place, offset) of the addresses behind those that
+    `play` is given, which lie inside what lies there."""
 
-    __slots__ = ("_driver", "_fixed", "_frames", "_kernels", "_maps", "_pack", "_pick", "_tables")
+    __slots__ = ("_driver", "_fixed", "_frames", "_graphs", "_inner", "_kernels", "_maps", "_pack", "_pick", "_tables")
 
-    def __init__(self, kernels: list[_Kernel], driver: Driver) -> None:
-        self._driver, self._kernels = driver, kernels
+    def __init__(self, kernels: list[_Kernel], driver: Driver, inner: Sequence[tuple[int, int]] = ()) -> None:
+        self._driver, self._kernels, self._inner = driver, kernels, inner
         cells = [c for k in kernels for c in k.cells]
         maps = {(c[0], id(c[1])): c for c in cells if isinstance(c, tuple)}
         places = sorted({c for c in cells if isinstance(c, int)})
@@ -183,24 +188,36 @@ class Parameters:
             self._tables.append(table)
         self._fixed = bytes(size) + fixed
         self._frames: list[_Frame] = []
+        self._graphs = Graphs(driver.graphs) if len(kernels) > 1 and not any(k.beside for k in kernels) else None
 
     def play(self, at: Sequence[int], stream: int) -> None:
         """Launches everything with the addresses `at`, by place."""
         if not _thread.entered:
             enter(self._driver)
+        graphs = self._graphs
+        if graphs is not None and (status := graphs.launch(at, stream)) is not None:
+            if status:
+                raise self._refused(status)
+            return
         try:
             frame = self._frames.pop()  # one of its own for each thread that is in here
         except IndexError:
             frame = _Frame(self._fixed, self._kernels, self._tables)
         if frame.stream != stream:
             frame.enter(stream)
-        self._pack(frame.block, frame.begin, *[maps[at[place]] for maps, place in self._maps], *self._pick(at))
+        every = [*at, *[at[place] + offset for place, offset in self._inner]] if self._inner else at
+        self._pack(frame.block, frame.begin, *[maps[every[place]] for maps, place in self._maps], *self._pick(every))
         launch = self._driver.launch
         for call in frame.calls:
             status = launch(*call)
             if status:
-                raise RuntimeError(f"CUDA launch of a repeated call: {self._driver.message(status)}")
+                raise self._refused(status)
+        if graphs is not None:
+            graphs.note(at, frame.nodes)
         self._frames.append(frame)
+
+    def _refused(self, status: int) -> RuntimeError:
+        return RuntimeError(f"CUDA launch of a repeated call: {self._driver.message(status)}")
 
 
 class _Frame:
@@ -223,6 +240,13 @@ class _Frame:
             for c, k, t in zip(self._configs, kernels, self._tables, strict=True)
         ]
         self.stream: int | None = 0
+
+    def nodes(self) -> list[KernelNode]:
+        """The launches as nodes of a graph, which copies the parameters."""
+        return [
+            KernelNode(function, config.grid, config.block, config.shared, table)
+            for config, (_, function, table, _) in zip(self._configs, self.calls, strict=True)
+        ]
 
     def enter(self, stream: int) -> None:
         for config in self._configs:

@@ -53,10 +53,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 class _Stage(NamedTuple):
-    """Launches between which nothing is made or dropped. fresh: what is allocated before them, and where the parts of each
-    begin (None: it is one tensor); gone: places, among all that was allocated, of what nobody reads any more."""
+    """Launches between which nothing is made or dropped. fresh: what is allocated before them; gone: places, among all that was
+    allocated, of what nobody reads any more."""
 
-    fresh: tuple[tuple[tuple[Any, ...], tuple[int, ...] | None], ...]
+    fresh: tuple[tuple[Any, ...], ...]
     launches: Parameters
     gone: tuple[int, ...]
 
@@ -65,12 +65,10 @@ class StagedTape:
     """The launches of a recorded call. Valid for calls whose tensors have the same dtypes, shapes, strides and device, and are
     None in the same places."""
 
-    __slots__ = ("_current", "_empty", "_index", "_inner", "_results", "_stages", "_stream")
+    __slots__ = ("_current", "_empty", "_index", "_results", "_stages", "_stream")
 
-    def __init__(
-        self, inner: Sequence[tuple[int, int]], stages: Sequence[_Stage], results: Sequence[int], device: torch.device
-    ) -> None:
-        self._inner, self._stages, self._results, self._index = inner, stages, results, device.index
+    def __init__(self, stages: Sequence[_Stage], results: Sequence[int], device: torch.device) -> None:
+        self._stages, self._results, self._index = stages, results, device.index
         self._empty = single._allocator(device)
         self._stream: Callable[[int], int] = single.driver.active.get_current_stream
         self._current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -78,25 +76,18 @@ class StagedTape:
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """What the call gave, None where it gave None; None where this call must go the long way: an unaligned address, another
         current device, someone who listens to launches."""
-        index = self._index
-        if self._current() != index or any(single._hooks()):
+        index, listeners = self._index, single.knobs.runtime
+        if self._current() != index or listeners.launch_enter_hook.calls or listeners.launch_exit_hook.calls:
             return None
         at = [t.data_ptr() for t in inputs if t is not None]
         if reduce(or_, at) & 15:
             return None
-        if self._inner:
-            at += [at[i] + offset for i, offset in self._inner]
         stream, empty = self._stream(index), self._empty
         made: list[Tensor | None] = []
         for fresh, launches, gone in self._stages:
-            for like, parts in fresh:
-                t = empty(*like)
-                made.append(t)
-                if parts is None:
-                    at.append(t.data_ptr())
-                else:
-                    base = t.data_ptr()
-                    at += [base + offset for offset in parts]
+            for like in fresh:
+                made.append(t := empty(*like))
+                at.append(t.data_ptr())
             launches.play(at, stream)
             for i in gone:
                 made[i] = None
@@ -128,7 +119,7 @@ Place = tuple[int, int]
 
 def _stages_of(
     launches: list[Any], made: list[tuple[int, _Made]], inputs: Sequence[Tensor], results: Sequence[Tensor | None]
-) -> tuple[list[tuple[int, int]], list[_Stage], list[int]] | None:  # fmt: skip
+) -> tuple[list[_Stage], list[int]] | None:
     own = [(t.data_ptr(), _extent(t)) for t in inputs]
     addresses = [a for a, _ in own]
     if not launches or len(set(addresses)) != len(own) or any(a % 16 for a in addresses):
@@ -212,37 +203,34 @@ def _lay_out(
     blocks: list[_Block],
     given: list[int],
     inputs: int,
-) -> tuple[list[tuple[int, int]], list[_Stage], list[int]] | None:
-    wanted = sorted({p for row in used for p in row if p is not None})
-    inner = [(-1 - i, offset) for i, offset in wanted if i < 0 and offset]
-    slot = {(-1 - i, 0): i for i in range(inputs)}  # in the list of addresses
-    slot |= {(-1 - i, offset): inputs + n for n, (i, offset) in enumerate(inner)}
-    likes: list[tuple[Any, ...]] = []
-    offsets: list[tuple[int, ...]] = []
-    for block in blocks:
-        base, begins = 0, []
-        for i in block.members:
-            for p in wanted:
-                if p[0] == i:
-                    slot[p] = len(slot)
-                    begins.append(base + p[1])
-            base += -(-made[i].size // _ALIGNED) * _ALIGNED
-        offsets.append(tuple(begins))
-        likes.append(made[block.members[0]].like if block.end == len(launches) else ((base,), (1,), torch.uint8))
+) -> tuple[list[_Stage], list[int]] | None:
     library = single.find_driver()
-    kernels = []
-    for one, row in zip(launches, used, strict=True):
-        places = [-1 if p is None else slot[p] for p in row]
-        kernel = None if library is None else single.kernel_of(one, places, library)
-        if library is None or kernel is None:
-            return None
-        kernels.append(kernel)
-    assert library is not None  # for the type checker
+    if library is None:
+        return None
+    base = {-1 - i: (i, 0) for i in range(inputs)}  # place of the memory that each tensor lies in, and where there
+    likes: list[tuple[Any, ...]] = []
+    for n, block in enumerate(blocks):
+        size = 0
+        for i in block.members:
+            base[i] = inputs + n, size
+            size += -(-made[i].size // _ALIGNED) * _ALIGNED
+        likes.append(made[block.members[0]].like if block.end == len(launches) else ((size,), (1,), torch.uint8))
     cuts = sorted({0, len(launches), *(b.begin for b in blocks), *(min(b.end + 1, len(launches)) for b in blocks)})
     stages = []
     for begin, end in itertools.pairwise(cuts):
-        mine = [i for i, b in enumerate(blocks) if b.begin == begin]
+        there = inputs + sum(b.begin <= begin for b in blocks)
+        inner: dict[tuple[int, int], int] = {}
+        kernels = []
+        for one, row in zip(launches[begin:end], used[begin:end], strict=True):
+            places = []
+            for p in row:
+                place, offset = (-1, 0) if p is None else (base[p[0]][0], base[p[0]][1] + p[1])
+                places.append(there + inner.setdefault((place, offset), len(inner)) if offset else place)
+            kernel = single.kernel_of(one, places, library)
+            if kernel is None:
+                return None
+            kernels.append(kernel)
+        fresh = tuple(likes[i] for i, b in enumerate(blocks) if b.begin == begin)
         gone = tuple(i for i, b in enumerate(blocks) if b.end == end - 1)
-        fresh = tuple((likes[i], None if offsets[i] == (0,) else offsets[i]) for i in mine)
-        stages.append(_Stage(fresh, single.Parameters(kernels[begin:end], library), gone))
-    return inner, stages, [-1 if i < 0 else next(n for n, b in enumerate(blocks) if b.members == [i]) for i in given]
+        stages.append(_Stage(fresh, single.Parameters(kernels, library, list(inner)), gone))
+    return stages, [-1 if i < 0 else next(n for n, b in enumerate(blocks) if b.members == [i]) for i in given]

@@ -41,10 +41,11 @@ def use_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(run=launch_again, play=play, function="function", packed_metadata="metadata")
 
     class Played:
-        def __init__(self, kernels: Any, library: Any) -> None:
-            self.kernels = kernels
+        def __init__(self, kernels: Any, library: Any, inner: list[tuple[int, int]]) -> None:
+            self.kernels, self.inner = kernels, inner
 
         def play(self, at: list[int], stream: int) -> None:
+            at = [*at, *(at[place] + offset for place, offset in self.inner)]
             for one, places in self.kernels:
                 one.ready.play(at, one, places)
 

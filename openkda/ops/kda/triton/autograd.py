@@ -151,6 +151,7 @@ def _anew(key: Any, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
     if seen is None:
         return host.finished(q, v, v_first, *launches())
     made, tape = record_stages(launches, given, o.device)
+    found = host.finished(q, v, v_first, *made)  # type: ignore[arg-type]
     if tape is not None:
         run = tape.run
 
@@ -158,8 +159,9 @@ def _anew(key: Any, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
             made: Any = run(given)
             return None if made is None else host.finished(given[0], given[2], v_first, *made)
 
-        BACKWARDS.replays[seen] = again
-    return host.finished(q, v, v_first, *made)  # type: ignore[arg-type]
+        nothing_left = all(f is m for f, m in zip(found, made, strict=True))  # as sizes and dtypes have it
+        BACKWARDS.replays[seen] = run if nothing_left else again
+    return found
 
 
 derive(kda_op, _backward, _save)
