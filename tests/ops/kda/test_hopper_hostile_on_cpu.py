@@ -3,7 +3,8 @@ way, and how far what is not finite reaches; each through `kda`, forward and bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
 from hopper_on_cpu import hopper_on_cpu
 
+from openkda.ops.kda.api import kda
+from openkda.ops.kda.hopper import launch, walks
 from openkda.testing.compare import rel
 from openkda.testing.inputs import KDAInputs, make_inputs
 from openkda.testing.runs import gradients
@@ -104,6 +107,29 @@ def test_states_of_any_layout(form: str, keep: bool) -> None:
             t = torch.stack([t, torch.full_like(t, float("nan"))], 2)[:, :, 0]
         setattr(x, n, t)
     hold(form, x, on_the_cpu(x))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+def test_kernels_go_to_the_device_of_the_tensors(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is current: here number 3, and None is a CPU's."""
+    now: list[int | None] = [3]
+
+    @contextmanager
+    def device(other: torch.device) -> Iterator[None]:
+        now.append(other.index)
+        yield
+        now.pop()
+
+    x = inputs(T=20, recompute=not keep).requires_grad_()
+    with hopper_on_cpu() as names:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+        monkeypatch.setattr(torch.cuda, "device", device)
+        seen: list[int | None] = []
+        for module in (launch, walks):
+            run = module._launch
+            monkeypatch.setattr(module, "_launch", lambda *a, run=run, **o: (seen.append(now[-1]), run(*a, **o)))
+        kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="hopper")
+        assert len(names) == len(seen) == 2 and set(seen) == {None}
 
 
 @pytest.mark.parametrize(
