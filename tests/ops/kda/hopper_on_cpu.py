@@ -82,9 +82,9 @@ class _Memory:
     def knows(self, operands_in: Any) -> Any:
         """`operands_in` for workspaces that others made: a hook on saved tensors copies them."""
 
-        def of(workspace: Tensor, *options: Any) -> Any:
+        def of(workspace: Tensor, *given: Any, **named: Any) -> Any:
             self.made.append(workspace)
-            return operands_in(workspace, *options)
+            return operands_in(workspace, *given, **named)
 
         return of
 
