@@ -33,8 +33,7 @@ SMS = 132
     [(8192, 1, 96, False, "two_pass"), (8192, 8, 96, True, "fused"), (8192, 6, 96, True, "fused"),
      (8192, 8, 64, True, "fused"), (8192, 8, 32, True, "fused"), (8192, 8, 12, True, "two_pass"),
      (8192, 1, 64, False, "two_pass"), (8192, 1, 32, False, "two_pass"),
-     (32768, 1, 32, False, "two_pass"), (8192, 1, 24, False, "two_pass"), (65536, 1, 16, False, ("segments", 8)),
-     (65536, 1, 12, False, ("segments", 11)), (8192, 1, 12, False, ("segments", 5))],
+     (32768, 1, 32, False, "two_pass"), (8192, 1, 24, False, "two_pass"), (8192, 1, 12, False, ("segments", 5))],
 )  # fmt: skip
 def test_the_fastest_measured_schedule_runs(
     tokens: int, sequences: int, heads: int, packed: bool, schedule: Any
@@ -127,7 +126,7 @@ def seen(value: Any) -> Any:
 @pytest.mark.parametrize(
     "schedule, lengths, batch, kernels",
     [("fused", (200,), 2, "forward"), ("fused", (3, 0, 90), 1, "ranks forward"), ("two_pass", (200,), 2, "prepare scan"),
-     ("two_pass", (3, 0, 90), 1, "prepare scan"), (("segments", 3), (330,), 1, "prepare ends merge scan")],
+     ("two_pass", (3, 0, 90), 1, "prepare scan"), (("segments", 3), (330,), 1, "prepare ends prepare merge scan")],
 )  # fmt: skip
 def test_the_short_launch_passes_what_the_compiling_one_does(
     launch: Any, schedule: Any, lengths: tuple[int, ...], batch: int, kernels: str
@@ -154,10 +153,12 @@ def test_the_short_launch_passes_what_the_compiling_one_does(
 def test_segments_cover_the_sequence(launch: Any) -> None:
     inputs = arguments((330,), 1, 1)
     launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, schedule=("segments", 3))
-    (_, programs, prepare), (_, ends, local), _, (_, scans, last) = launch.calls
-    assert (programs, prepare["T"]) == (6, 330)
-    assert (ends, local["T"], local["rows"]) == (6, 128, 330)  # two halves of three ranges
-    assert (scans, last["T"], last["rows"]) == (6, 128, 330)
+    (_, programs, early), (_, ends, local), (_, others, late), _, (_, scans, last) = launch.calls
+    assert (programs, early["T"], early["first"], others, late["first"]) == (4, 330, 0, 2, 256)
+    assert (ends, local["T"], local["rows"], local["ranges"]) == (4, 128, 330, 3)  # halves of all ranges but the last
+    assert (scans, last["T"], last["rows"], last["ranges"]) == (6, 128, 330, 0)
+    begin, behind = (c["dec_ptr"].data_ptr() for c in (early, late))
+    assert behind - begin == 4 * 512 and last["dec_ptr"].data_ptr() == begin
 
 
 def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +169,8 @@ def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.Mo
     launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, schedule="two_pass")
     names, _, calls = zip(*launch.calls, strict=True)
     assert names == ("kda_prepare_kernel", "kda_scan_kernel") * 3
-    assert [(c["T"], c["rows"], c["first"], c["beside"], c["STATE_IN"], c["STATE_OUT"]) for c in calls[1::2]] == [
-        (128, 330, 0, 1, 1, True), (128, 330, 128, 1, 1, True), (128, 330, 256, 0, 1, True),
+    assert [(c["T"], c["rows"], c["first"], c["enters"], c["ranges"], c["beside"]) for c in calls[1::2]] == [
+        (128, 330, 0, 1, 1, 1), (128, 330, 128, 1, 1, 1), (128, 330, 256, 1, 1, 0),
     ]  # fmt: skip
     assert [(c["T"], c["first"]) for c in calls[::2]] == [(330, 0), (330, 128), (330, 256)]
     at = [c["dec_ptr"] if isinstance(c["dec_ptr"], int) else c["dec_ptr"].data_ptr() for c in calls]

@@ -21,17 +21,20 @@ WORKSPACE = 2 << 30
 SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 128 * 4
 """A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels in float32."""
 
-_PREPARE_US, _PREPARE_START_US = 3.85, 12.0
-"""A chunk and head on one SM; what the last programs leave idle."""
-_SCAN_US = {True: 1.5, False: 2.2}
-_ENDS_US, _MERGE_US, _CUT_US = 1.55, 8.0, 5.0
-"""Both ends of a segment's chunk; a segment in the merge; what a cut costs besides."""
-_SCAN_MEMORY_US = 0.0245
-"""A chunk and head of the scan cannot be read faster, on however many SMs."""
+_PREPARE_US, _PREPARE_START_US = 3.92, 18.0
+"""A chunk and head on one SM; what the first and the last programs leave idle."""
+_SCAN_US = {True: (1.58, 0.0025), False: (2.09, 0.0)}
+"""A chunk of a chain by halves of its value channels or whole; more for each other chain."""
+_PREPARE_MEMORY_US, _SCAN_MEMORY_US = 0.0286, 0.024
+"""A chunk and head cannot be read and written faster, on however many SMs."""
+_ENDS_US, _ENDS_MORE_US, _MERGE_US, _CUT_US = 1.19, 0.0037, 1.7, 29.0
+"""Both ends of a segment's chunk, and more for each other program; a segment in the merge; what a cut costs besides."""
 _FUSED_US, _FUSED_START_US = 6.1, 15.0
 """A chunk of a chain; filling and draining the roles, once a program."""
-_WINDOW_US, _MOST_WINDOWS = 10.0, 4
+_WINDOW_US, _MOST_WINDOWS = 8.5, 4
 """What a window of a sequence costs besides: its scan waits for the last programs that prepare it and for states."""
+_SHARED, _SLOWER = 0.79, 0.85
+"""Share of memory speed from which a scan and what is prepared beside it slow each other down, and by how much of the rest."""
 _WORTH = 0.9
 """A cut that saves less than a tenth is left: the model is no better than that, and segments take memory for states."""
 
@@ -83,6 +86,7 @@ def fits_workspace(work: int) -> bool:
 def windows(chunks: int, heads: int, sms: int) -> tuple[Window, ...]:
     """How one sequence goes through the two passes. A scan leaves SMs idle, `sms` less its programs, where the next window is
     prepared meanwhile; so each window is by so much longer or shorter than the one before as is prepared while that is scanned.
+    With many heads a scan alone takes all of the memory's speed, and there is one window.
     """
     return min(_plans(chunks, heads, sms), key=lambda plan: windows_us(plan, heads, sms))
 
@@ -111,16 +115,24 @@ def windows_us(plan: tuple[Window, ...], heads: int, sms: int) -> float:
     alone = _PREPARE_US * heads / sms
     us = alone * plan[0].chunks + _PREPARE_START_US + _WINDOW_US * (len(plan) - 1)
     for window, following in zip(plan, [*plan[1:], Window(0, False)], strict=True):
-        scan = _scan_us(window.split, heads) * window.chunks * ceil_div(heads * (2 if window.split else 1), sms)
-        free = max(sms - heads * (2 if window.split else 1), 0)
-        left = following.chunks - scan * free / (_PREPARE_US * heads)
-        us += scan + max(left, 0.0) * alone
+        programs = heads * (2 if window.split else 1)
+        step, free = _scan_us(window.split, heads) * ceil_div(programs, sms), max(sms - programs, 0)
+        scan, left = step * window.chunks, following.chunks
+        if free and left:
+            beside = _PREPARE_US * heads / free
+            wanted = heads * (_SCAN_MEMORY_US / step + _PREPARE_MEMORY_US / beside)
+            slower = max(1.0, 1.0 + _SLOWER * (wanted - _SHARED))
+            both = min(scan, beside * left) * slower  # until one of them is done
+            scan, left = scan - both / slower, left - both / slower / beside
+            us += both
+        us += scan + left * alone
     return us
 
 
-def _scan_us(split: bool, heads: int) -> float:
-    """A chunk of all heads of a sequence, each on an SM or two."""
-    return max(_SCAN_US[split], _SCAN_MEMORY_US * heads)
+def _scan_us(split: bool, chains: int) -> float:
+    """A chunk of chains side by side, each on an SM or two."""
+    base, more = _SCAN_US[split]
+    return max(base + more * chains, _SCAN_MEMORY_US * chains)
 
 
 @lru_cache(4096)
@@ -137,7 +149,9 @@ def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusi
         return "two_pass" if not packed and sequences == 1 else "fused"
     preparing = _PREPARE_US * work / sms + _PREPARE_START_US
     split = is_split(chains, sms)
-    scan = max(_SCAN_US[split] * _makespan(work, longest, chains, sms, packed), _SCAN_MEMORY_US * work)
+    scan = max(
+        _scan_us(split, min(chains, sms)) * _makespan(work, longest, chains, sms, packed), _SCAN_MEMORY_US * work
+    )
     two_pass = preparing + scan
     if packed:
         return "fused" if fused < two_pass else "two_pass"
@@ -161,7 +175,7 @@ def segments_us(chunks: int, sequences: int, count: int, heads: int, sms: int) -
     late = chunks - (count - 1) * length if sequences == 1 else 0  # prepared beside the ends
     programs = 2 * chains * (count - 1)
     waves = ceil_div(programs, sms)
-    ends = _ENDS_US * length * waves
+    ends = (_ENDS_US + _ENDS_MORE_US * min(programs, sms)) * length * waves
     left = max(late * _PREPARE_US * heads - (waves * sms - programs) * ends / waves, 0.0)
     preparing = (_PREPARE_US * (chunks - late) * chains + left) / sms + _PREPARE_START_US
     split = is_split(count * chains, sms)
