@@ -117,7 +117,7 @@ def windows_us(plan: tuple[Window, ...], heads: int, sms: int) -> float:
     for window, following in zip(plan, [*plan[1:], Window(0, False)], strict=True):
         programs = heads * (2 if window.split else 1)
         step, free = _scan_us(window.split, heads) * ceil_div(programs, sms), max(sms - programs, 0)
-        scan, left = step * window.chunks, following.chunks
+        scan, left = step * window.chunks, float(following.chunks)
         if free and left:
             beside = _PREPARE_US * heads / free
             wanted = heads * (_SCAN_MEMORY_US / step + _PREPARE_MEMORY_US / beside)
