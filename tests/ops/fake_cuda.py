@@ -195,7 +195,7 @@ class CardGraphs:
     def capturing(self) -> bool:
         return self.captures
 
-    def make(self, nodes: list[KernelNode]) -> int | None:
+    def make(self, nodes: list[KernelNode], stream: int) -> int | None:
         assert not self.captures
         if self.card.status:
             return None

@@ -203,18 +203,19 @@ def test_what_the_driver_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", bool, raising=False)
     driver = graphs.GraphDriver(Library())
     nodes = [graphs.KernelNode(f, (3, 1, 1), (128, 1, 1), 64, 1000 + f) for f in (7, 8, 9)]
-    made = driver.make(nodes)
+    made = driver.make(nodes, 11)
     assert asked == [
         ("mode", 2), ("Create", 0),
         ("node", 101, None, 0, 7, 1007), ("node", 101, 102, 1, 8, 1008), ("node", 101, 103, 1, 9, 1009),
-        ("InstantiateWithFlags", 0), ("Destroy", 101), ("mode", 0),
+        ("InstantiateWithFlags", 0), ("Destroy", 101), ("Upload", 11), ("mode", 0),
     ]  # fmt: skip
     assert made == 105
-    for name in ("cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags"):
+    for name in ("cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags", "cuGraphUpload"):
         fail[:] = [name]
         asked.clear()
-        assert driver.make(nodes) is None and asked[-1] == ("mode", 0)
+        assert driver.make(nodes, 11) is None and asked[-1] == ("mode", 0)
         assert (("Destroy", 101) in asked) == (name != "cuGraphCreate")
+        assert (("ExecDestroy", 105) in asked) == (name == "cuGraphUpload")
     fail.clear()
     asked.clear()
     driver.drop(105)

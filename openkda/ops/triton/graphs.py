@@ -39,21 +39,23 @@ class GraphDriver:
     """The functions of libcuda for graphs."""
 
     def __init__(self, library: Any) -> None:
-        self._create, self._add, self._instantiate, self._forget, self._drop, self.launch, self._mode = (
-            library.cuGraphCreate, library.cuGraphAddKernelNode_v2, library.cuGraphInstantiateWithFlags, library.cuGraphDestroy,
-            library.cuGraphExecDestroy, library.cuGraphLaunch, library.cuThreadExchangeStreamCaptureMode,
+        self._create, self._add, self._instantiate, self._upload, self._forget, self._drop, self.launch, self._mode = (
+            library.cuGraphCreate, library.cuGraphAddKernelNode_v2, library.cuGraphInstantiateWithFlags, library.cuGraphUpload,
+            library.cuGraphDestroy, library.cuGraphExecDestroy, library.cuGraphLaunch,
+            library.cuThreadExchangeStreamCaptureMode,
         )  # fmt: skip
         self._create.argtypes = (ctypes.c_void_p, ctypes.c_uint)
         self._add.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         self._instantiate.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong)
         self._forget.argtypes = self._drop.argtypes = self._mode.argtypes = (ctypes.c_void_p,)
-        self.launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._upload.argtypes = self.launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         """(graph, stream) -> CUresult"""
         self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         """Whether launches on the current stream go into a graph of someone's."""
 
-    def make(self, nodes: Sequence[KernelNode]) -> int | None:
-        """An executable graph of these kernels in this order, with their parameters of now; None if there can be none."""
+    def make(self, nodes: Sequence[KernelNode], stream: int) -> int | None:
+        """An executable graph of these kernels in this order, with their parameters of now; None if there can be none, as on a
+        card that is full: all of its memory that a launch needs is taken here. stream: of its first launch."""
         graph, node, made = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         with self._whoever_captures():
             if self._create(ctypes.addressof(graph), 0):
@@ -64,6 +66,8 @@ class GraphDriver:
                 status = status or self._add(ctypes.addressof(node), graph, before, min(i, 1), ctypes.addressof(one))
             status = status or self._instantiate(ctypes.addressof(made), graph, 0)
             self._forget(graph)
+            if not status and self._upload(made, stream):
+                status = self._drop(made) or 1
         return None if status else made.value
 
     def drop(self, graph: int) -> None:
@@ -125,7 +129,7 @@ class Graphs:
         self._launched += 1
         return status
 
-    def note(self, at: Sequence[int], nodes: Callable[[], Sequence[KernelNode]]) -> None:
+    def note(self, at: Sequence[int], nodes: Callable[[], Sequence[KernelNode]], stream: int) -> None:
         """At these addresses kernels were launched one by one, with parameters as in `nodes`."""
         key = (self._number, *at)
         if len(self._seen) >= 2 * _AT_ONCE and key not in self._seen:
@@ -134,7 +138,7 @@ class Graphs:
         if times < TIMES or key in _alive or self._made >= _AT_ONCE + self._launched // 8 or self._driver.capturing():
             return
         self._made += 1
-        handle = self._driver.make(nodes())
+        handle = self._driver.make(nodes(), stream)
         if handle is not None:
             if len(_alive) >= MOST:
                 oldest, *_ = _alive

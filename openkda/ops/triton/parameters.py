@@ -213,7 +213,7 @@ class Parameters:
             if status:
                 raise self._refused(status)
         if graphs is not None:
-            graphs.note(at, frame.nodes)
+            graphs.note(at, frame.nodes, stream)
         self._frames.append(frame)
 
     def _refused(self, status: int) -> RuntimeError:
