@@ -1,5 +1,13 @@
 """Host side of the Hopper forward: descriptors, workspace, launches.
 
+    two_pass   prepare 1 | scan 1      | scan 2      | scan 3       one sequence in windows: the next one is prepared on SMs
+                         | prepare 2   | prepare 3   |              that the scan leaves
+    segments   prepare all but the last segment | ends of those     | merge | scan of all
+                                                | prepare the last  |
+
+A launch "beside" (programmatic dependent launch) may begin once every program of the kernel before has begun, of which it reads
+nothing; its last program ends behind that kernel, so that whatever follows waits for both. Nobody waits for another program.
+
 Nothing here waits for the device or reads a tensor's values. Descriptors and pointers are built from addresses alone: a
 view of a tensor costs two microseconds, a checked descriptor six, Triton's own launch a hundred, and a call has fifteen
 descriptors in two to five launches.

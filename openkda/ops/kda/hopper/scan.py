@@ -3,6 +3,7 @@
 scan   a CTA per (sequence, head), two state warpgroups     v, workspace -> o, final state
        and a loading warp, two stages
 ends   the same without outputs, twice side by side         workspace -> end state and transition of every segment
+                                                            but a sequence's last one
 
 A state warpgroup's chunk c; only R, U and S are in the chain from state to state:
 
