@@ -30,10 +30,17 @@ def merge_segments_kernel(
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     tile = k[:, None] * 128 + v[None, :]
     square = k[:, None] * 128 + k[None, :]
-    s = tl.load(s0_ptr + pid.to(tl.int64) * 16384 + tile) if HAS_S0 else tl.zeros([128, BV], tl.float32)
     base = (n * segments * HV + hv).to(tl.int64) * 16384
+    if HAS_S0:
+        s = tl.load(s0_ptr + pid.to(tl.int64) * 16384 + tile)
+        first = 0
+    else:  # what a state of zeros becomes needs no product
+        tl.store(init_ptr + base + tile, tl.zeros([128, BV], tl.float32))
+        s = tl.load(l_ptr + base + tile)
+        first = 1
+        base += HV * 16384
     m, local = tl.load(m_ptr + base + square), tl.load(l_ptr + base + tile)
-    for p in tl.range(0, segments - 1, num_stages=1):
+    for p in tl.range(first, segments - 1, num_stages=1):
         following = base + (p + 2 < segments).to(tl.int64) * 16384 * HV
         m_next, local_next = tl.load(m_ptr + following + square), tl.load(l_ptr + following + tile)
         tl.store(init_ptr + base + tile, s)
