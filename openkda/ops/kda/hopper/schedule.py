@@ -33,6 +33,8 @@ _FUSED_US, _FUSED_START_US = 6.1, 15.0
 """A chunk of a chain; filling and draining the roles, once a program."""
 _WINDOW_US, _MOST_WINDOWS = 8.5, 4
 """What a window of a sequence costs besides: its scan waits for the last programs that prepare it and for states."""
+_WORTH_WINDOWS = 1.03
+"""Each window is two launches: they have to save a thirtieth."""
 _SHARED, _SLOWER = 0.79, 0.85
 """Share of memory speed from which a scan and what is prepared beside it slow each other down, and by how much of the rest."""
 _WORTH = 0.9
@@ -88,7 +90,11 @@ def windows(chunks: int, heads: int, sms: int) -> tuple[Window, ...]:
     prepared meanwhile; so each window is by so much longer or shorter than the one before as is prepared while that is scanned.
     With many heads a scan alone takes all of the memory's speed, and there is one window.
     """
-    return min(_plans(chunks, heads, sms), key=lambda plan: windows_us(plan, heads, sms))
+
+    def cost(plan: tuple[Window, ...]) -> float:
+        return windows_us(plan, heads, sms) * (_WORTH_WINDOWS if len(plan) > 1 else 1.0)
+
+    return min(_plans(chunks, heads, sms), key=cost)
 
 
 def _plans(chunks: int, heads: int, sms: int) -> list[tuple[Window, ...]]:
