@@ -1,19 +1,24 @@
 """Tiles whose keys are nearly one direction: their chunk's factors in another basis of U, of which the states know nothing.
 
 Such keys, where nothing is forgotten, write what almost cancels: over a tile the u_j sum up to one of them. In float16 every
-key, every score and every u_j is wrong on its own, and that adds up. So the last token e of a tile takes, in place of its u_e,
+key, every score and every u_j is wrong on its own, and that adds up. So the last two tokens of a tile, f and e, take in place
+of their own u
 
-    U'_e = u_e + sum_(j < e of its tile) w_j u_j        w_j = k_e . k_j 2^(G_e - G_j), row e of L
+    U'_f = u_f + sum_(j < f of the tile) w_j u_j      w_j = kc_j . kc_f / |kc_f|^2, with kc_j = k_j 2^(G_e - G_j)
+    U'_e = u_e + w_f U'_f                             w_f = kc_f . k_e
 
 and the chunk's last token, besides, what tiles before it have in theirs. With U' = A U all products stay as they are, with
-T' = A T, M' = M A^-1, Kh' = A^-T Kh: differences from a tile's last key, small, and rounded as such.
+T' = A T, M' = M A^-1, Kh' = A^-T Kh: differences, small, and rounded as such. The last but one serves keys of which some
+channels are forgotten at once and others never: what e adds to those is not what all others share.
 
-    keys to tile ends   k_j - w_j k_e: so are the scores with later tiles, and Kh
-    L, M                row e of diagonal tiles: less w_j / beta_e, less M_ee w_j
-    last row of both    against a tile's last column the same once more, Kh of that column less its part along the last key
+    keys to tile ends   kc_j - w_j kc_f, kc_f - w_f k_e: so are the scores with later tiles, and Kh
+    diagonal tiles      rows f and e of L and M: columns j less w_j times column f, column f less w_f times column e, where
+                        the diagonal of L, of the system that is inverted, is 1 / beta
+    the chunk's last    row of L and M against a tile's last column the same once more; Kh of that column less its part along
+                        the last key
 
 T' is the inverse of the changed L. Which tiles do so is read off a product of their keys, for each tile from its own tokens
-(no output depends on a later one), and for all that do not not a bit changes. A weak last token (beta) would divide by little.
+(no output depends on a later one); of all others not a bit changes. No weak token (beta) is divided by.
 """
 
 from __future__ import annotations
@@ -101,49 +106,67 @@ def _one(x_s, i):
 
 @gluon.jit
 def _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n):
-    """Keys scaled to the end of their tile become k_j - w_j k_e, from raw keys, in tiles that are near. work_s [4, 16]: w;
+    """Keys scaled to the end of their tile become differences, from raw keys, in tiles that are near. work_s [4, 16]: w;
     keys_s [4 slices of channels, tile, channel]: k_e."""
     row = gl.arange(0, 16, layout=ROW1)[None, :, None]
     col = gl.arange(0, 16, layout=COL1)[None, None, :]
-    tile = gl.arange(0, 4, layout=TILE)
-    end = (gl.minimum(n - 16 * tile, 16) - 1)[:, None]
-    at = gl.arange(0, 16, layout=ROW1)[None, :] == end
-    near = near_s.reshape([4, 16]).load(ROW) > NEAR * end.to(gl.float32)
-    near = gl.max((at & near & (b_s.reshape([4, 16]).load(ROW) > WEAK)).to(gl.int32), axis=1) > 0
-    end = end[:, :, None]
+    end = gl.minimum(n - 16 * gl.arange(0, 4, layout=TILE), 16) - 1
+    token = gl.arange(0, 16, layout=ROW1)[None, :]
+    last = token == end[:, None]
+    before = token == end[:, None] - 1
+    b = b_s.reshape([4, 16]).load(ROW)
+    near = last & (near_s.reshape([4, 16]).load(ROW) > NEAR * end.to(gl.float32)[:, None])
+    weak = (last | before) & (b <= WEAK)
+    near = gl.sum(near.to(gl.int32) - 2 * weak.to(gl.int32), axis=1) > 0
+    end = end[:, None, None]
     d = gl.zeros([4, 16, 16], gl.float32, M3)
     for s in range(4):
         x = kc_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(M2).reshape([4, 16, 32])
-        b = gl.convert_layout(x.permute((0, 2, 1)), B3H, assert_trivial=True)
-        d = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), b, d)
-    w = gl.sum(gl.where((col == end) & (row < end) & near[:, None, None], d, 0.0), axis=2)
+        c = gl.convert_layout(x.permute((0, 2, 1)), B3H, assert_trivial=True)
+        d = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), c, d)
+    w = gl.sum(gl.where((col == end - 1) & (row < end), d, 0.0), axis=2)
+    own = gl.maximum(gl.sum(gl.where(before, w, 0.0), axis=1), 1e-6)
+    w = gl.minimum(gl.maximum(w * _rcp(own)[:, None], -1.0), 1.0)
+    w = gl.where(before, gl.sum(gl.where(col == end, d, 0.0), axis=2), w)
+    w = gl.where(near[:, None], w, 0.0)
     work_s.store(w)
     for s in range(4):
         g16 = _half_view(g_s)._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(LBS).reshape([4, 16, 32])
         g16 = gl.convert_layout(g16, B3H, assert_trivial=True)
         hs = mma_v2(_tri(True), g16, gl.zeros([4, 16, 32], gl.float32, M3))
         k = _rows(k_s._reinterpret(gl.bfloat16, [4, 64, 32], S64).index(s), 0, 32) * rk[:, :, None] * _ex2(hs)
-        last = gl.sum(gl.where(row == end, k, 0.0), axis=1)
-        keys_s._reinterpret(gl.float32, [4, 4, 32], FLAT2).index(s).store(last)
-        k -= last[:, None, :] * w[:, :, None]
+        ke = gl.sum(gl.where(row == end, k, 0.0), axis=1)
+        kf = gl.sum(gl.where(row == end - 1, k, 0.0), axis=1)
+        keys_s._reinterpret(gl.float32, [4, 4, 32], FLAT2).index(s).store(ke)
+        k -= gl.where(row < end - 1, kf[:, None, :], ke[:, None, :]) * w[:, :, None]
         kc_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s).store(_flat(k.to(gl.float16)))
     gl.thread_barrier()
 
 
 @gluon.jit
-def _last_rows(acc, b_s, t, work_s, rows_s, keys_s, kh_s, n):
+def _last_rows(acc, b_s, t, work_s, rows_s, keys_s, kh_s, n, UP: gl.constexpr):
     """What `_scores` leaves of changed columns, with the rows that change; Kh of the tiles' last tokens. t [tile, channel]: the
-    tiles' log decays."""
+    tiles' log decays; UP: as `_masked`."""
     ld, la, l0, l1, md, ma, m0, m1 = acc
     row = gl.arange(0, 16, layout=ROW1)[None, :, None]
     col = gl.arange(0, 16, layout=COL1)[None, None, :]
     tile = gl.arange(0, 4, layout=TILE)[:, None, None]
     end = gl.minimum(n - 16 * tile, 16) - 1
-    w = gl.where(row == end, work_s.load(COL)[:, None, :], 0.0)
-    own = gl.sum(gl.where((row == end) & (col == end), md, 0.0), axis=2)
+    # A row's part of what goes: w of columns j < f times `by`, of column f times `own`.
+    w = work_s.load(COL)[:, None, :]
+    early = gl.where(col < end - 1, w, 0.0)
+    late = gl.where(col == end - 1, w, 0.0)
+    token = gl.arange(0, 16, layout=ROW1)[None, :]
+    end_t = gl.minimum(n - 16 * gl.arange(0, 4, layout=TILE), 16)[:, None] - 1
+    less = _rcp(gl.maximum(b_s.reshape([4, 16]).load(ROW), WEAK)) * (1.0 / UP)
+    own = gl.sum(gl.where(col == end, md, 0.0), axis=2)
     rows_s.index(0).reshape([4, 16]).store(own)
-    md -= w * own[:, :, None]
-    ld -= w * _rcp(gl.maximum(b_s.reshape([4, 16]).load(ROW), WEAK))[:, :, None]
+    by = gl.sum(gl.where(col == end - 1, ld, 0.0), axis=2)
+    by = gl.where(token == end_t, by, gl.where(token == end_t - 1, less, 0.0))
+    ld -= early * by[:, :, None] + late * gl.where(token == end_t, less, 0.0)[:, :, None]
+    by = gl.sum(gl.where(col == end - 1, md, 0.0), axis=2)
+    by = gl.where(token >= end_t - 1, by, 0.0)
+    md -= early * by[:, :, None] + late * gl.where(token == end_t, own, 0.0)[:, :, None]
     col_p = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, MP)))[None, None, :]
     col_2 = gl.arange(0, 16, layout=gl.SliceLayout(0, M2))[None, :]
     rows_s.index(1).reshape([2, 32]).store(gl.sum(gl.where(col_p == 15, la, 0.0), axis=2))
@@ -153,7 +176,7 @@ def _last_rows(acc, b_s, t, work_s, rows_s, keys_s, kh_s, n):
     last = gl.minimum(n, 64) - 1
     upper = last // 16
     beta = _one(b_s, last)
-    m = _one(rows_s.index(0), last)
+    m = _one(rows_s.index(0), last) * UP
     wa = gl.where((upper % 2 == 1) & (beta > WEAK), _one(rows_s.index(1), last), 0.0)
     w0 = gl.where((upper >= 2) & (beta > WEAK), _one(rows_s.index(2), last), 0.0)
     w1 = gl.where((upper >= 2) & (beta > WEAK), _one(rows_s.index(3), last), 0.0)

@@ -18,6 +18,7 @@ from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_
 from openkda.ops.kda.hopper.chains import LENTRY, announce, chain, field, receive
 from openkda.ops.kda.hopper.factors import (
     B3H,
+    CUT,
     F1,
     FLAT1,
     FLAT2,
@@ -272,7 +273,7 @@ def score_partition(stages, hand, bars, places):
             _rescale_columns(kc_s.index(st), ck)
             if near:
                 acc = _last_rows(
-                    acc, b_s.index(st), by_channel(sums_s.index(odd)), work_s, rows_s, keys_s, kc_s.index(st), n,
+                    acc, b_s.index(st), by_channel(sums_s.index(odd)), work_s, rows_s, keys_s, kc_s.index(st), n, CUT,
                 )  # fmt: skip
             fence_async_shared()
             gl.thread_barrier()

@@ -197,6 +197,24 @@ def _between_tiles(raw, rq, rk, work, kt_s, qt_s):
 
 
 @gluon.jit
+def _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, NEAR: gl.constexpr):
+    """As `prepare._prepare_scores`."""
+    q_s, k_s, g_s = raw
+    kc_s = work[0]
+    if NEAR:
+        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n)
+    ld, md = _inside_tiles(q_s, k_s, g_s, rq, rk)
+    # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
+    la, l0, l1, ma, m0, m1 = _between_tiles(raw, rq, rk, work, kt_s, qt_s)
+    _rescale_columns(kc_s, ck_s)
+    acc = ld, la, l0, l1, md, ma, m0, m1
+    if NEAR:
+        acc = _last_rows(acc, b_s, t_s.load(FR), work_s, rows_s, keys_s, kc_s, n, gl.constexpr(1.0))
+    return _masked(acc, b_s, gl.constexpr(1.0))
+
+
+@gluon.jit
 def _chunk(
     q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr, norm_ptr,
     slot, hv, row0, n, groups, HV, scale, GATE: gl.constexpr, NORMS: gl.constexpr,
@@ -228,7 +246,7 @@ def _chunk(
         rk = _rsqrt(_square_norm(k_s) + 1e-6)
         store_norms(norm_ptr, rk, rq, n)
     else:
-        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        near_s = places_in(inversion[2])[0]
         norm, near = _norm_and_nearness(k_s)
         rk = _rsqrt(norm + 1e-6)
         near_s.reshape([4, 16]).store(near * rk * rk)
@@ -236,23 +254,19 @@ def _chunk(
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
     _columns(g_s, k_s, rk, kc_s)
-    if not NORMS:  # noqa: SIM102 (a constant)
+    raw, work = (q_s, k_s, g_s), (kc_s, e1_s, xb_s, fk_s)
+    if NORMS:
+        low, m = _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(False))
+    else:
         if are_near(near_s, n):
-            _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n)
-    ld, md = _inside_tiles(q_s, k_s, g_s, rq, rk)
-    # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
-    la, l0, l1, ma, m0, m1 = _between_tiles((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
-    _rescale_columns(kc_s, ck_s)
-    acc = ld, la, l0, l1, md, ma, m0, m1
-    if not NORMS:  # noqa: SIM102 (a constant)
-        if are_near(near_s, n):
-            acc = _last_rows(acc, b_s, t_s.load(FR), work_s, rows_s, keys_s, kc_s, n)
+            low, m = _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(True))
+        else:
+            low, m = _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(False))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(x_desc, [ws * 192, 0], kt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 64, 0], qt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
-    low, m = _masked(acc, b_s)
     store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion, full)
 
 

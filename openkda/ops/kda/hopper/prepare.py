@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_nearness, are_near, places_in
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
+    CUT,
     F1,
     FLAT1,
     FLAT2,
@@ -154,6 +155,21 @@ def first_tile(slot, row0, upto, cu_ptr, T, VARLEN: gl.constexpr):
 
 
 @gluon.jit
+def _prepare_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, NEAR: gl.constexpr):
+    """Everything scaled by rows, Kh, and the parts of L and M; NEAR: of keys that are nearly one direction (apart.py)."""
+    kc_s = work[0]
+    if NEAR:
+        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        _difference_columns(raw[2], raw[1], rk, b_s, near_s, kc_s, work_s, keys_s, n)
+    # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
+    acc = _scores(raw, rq, rk, work, kt_s, qt_s)
+    _rescale_columns(kc_s, ck_s)
+    if NEAR:
+        acc = _last_rows(acc, b_s, t_s.load(FR), work_s, rows_s, keys_s, kc_s, n, CUT)
+    return _masked(acc, b_s)
+
+
+@gluon.jit
 def _prepare_chunk(
     q_desc, k_desc, g_desc, x_desc, tm_desc, dec_ptr, beta_ptr, a_log_ptr, dt_ptr,
     slot, hv, row0, n, groups, HV, scale, bound, norm_ptr, NORMS: gl.constexpr = False,
@@ -190,7 +206,7 @@ def _prepare_chunk(
         _clean(q_s, n, 0.0)
     rq = _rsqrt(_square_norm(q_s) + 1e-6)
     if APART:
-        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        near_s = places_in(inversion[2])[0]
         norm, near = _norm_and_nearness(k_s)
         rk = _rsqrt(norm + 1e-6)
         near_s.reshape([4, 16]).store(near * rk * rk)
@@ -203,21 +219,20 @@ def _prepare_chunk(
     at = dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR))
     gl.store(at, dec)
     _columns(g_s, k_s, rk, kc_s)
-    if APART:  # noqa: SIM102 (a constant)
+    raw, work = (q_s, k_s, g_s), (kc_s, e1_s, xb_s, fk_s)
+    # Two copies, or what is seldom run would stand between what always is.
+    if APART:
         if are_near(near_s, n):
-            _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n)
-    # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
-    acc = _scores((q_s, k_s, g_s), rq, rk, (kc_s, e1_s, xb_s, fk_s), kt_s, qt_s)
-    _rescale_columns(kc_s, ck_s)
-    if APART:  # noqa: SIM102 (a constant)
-        if are_near(near_s, n):
-            acc = _last_rows(acc, b_s, t_s.load(FR), work_s, rows_s, keys_s, kc_s, n)
+            low, m = _prepare_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(True))
+        else:
+            low, m = _prepare_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(False))
+    else:
+        low, m = _prepare_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(False))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(x_desc, [ws * 192, 0], kt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 64, 0], qt_s)
     tma.async_copy_shared_to_global(x_desc, [ws * 192 + 128, 0], kc_s)
-    low, m = _masked(acc, b_s)
     store_inverse(tm_desc, ws, g_s, low, m, b_s, inversion, full)
 
 

@@ -46,7 +46,8 @@ def _state_offsets(index, half):
     v = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S))
     v = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=gl.int32, is_pure=False, pack=1)
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, ACC_S))
-    return index.to(gl.int64) * 16384 + (k[None, :] * 128 + (v[:, None] + half * 64))
+    first = index.to(gl.int64) * 16384 + half * 64
+    return first + v[:, None].to(gl.int64) + k[None, :].to(gl.int64) * 128
 
 
 @gluon.jit
