@@ -88,7 +88,8 @@ def are_near(near_s, n):
     """Whether a key's mean cosine with its tile's others, of which near_s holds the sum, exceeds `NEAR`; n tokens are real."""
     i = gl.arange(0, 64, layout=PAIR)
     others = gl.maximum(gl.minimum(n - (i & -16), 16) - 1, 1)
-    return gl.max(near_s.load(PAIR) - NEAR * others.to(gl.float32), axis=0) > 0.0
+    near = near_s.load(PAIR) > NEAR * others.to(gl.float32)
+    return gl.max(near.to(gl.int32), axis=0) > 0
 
 
 @gluon.jit
