@@ -74,21 +74,21 @@ def places_in(ab_s):
 
 @gluon.jit
 def _norm_and_nearness(x_s):
-    """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and the sums of their products with their tile's others."""
+    """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and the sums of their products with their tile's rows."""
     x = x_s.load(M2).reshape([4, 16, 128])
     a = gl.convert_layout(x, A3B, assert_trivial=True)
     b = gl.convert_layout(x.permute((0, 2, 1)), B3B, assert_trivial=True)
     d = mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
     own = gl.arange(0, 16, layout=ROW1)[None, :, None] == gl.arange(0, 16, layout=COL1)[None, None, :]
-    return gl.sum(gl.where(own, d, 0.0), axis=2), gl.sum(gl.where(own, 0.0, d), axis=2)
+    return gl.sum(gl.where(own, d, 0.0), axis=2), gl.sum(d, axis=2)
 
 
 @gluon.jit
 def are_near(near_s, n):
-    """Whether a key's mean cosine with its tile's others, of which near_s holds the sum, exceeds `NEAR`; n tokens are real."""
+    """Whether a key's mean cosine with its tile's others exceeds `NEAR`. near_s: the sum, and 1 for itself; n tokens are real."""
     i = gl.arange(0, 64, layout=PAIR)
     others = gl.maximum(gl.minimum(n - (i & -16), 16) - 1, 1)
-    near = near_s.load(PAIR) > NEAR * others.to(gl.float32)
+    near = near_s.load(PAIR) > NEAR * others.to(gl.float32) + 1.0
     return gl.max(near.to(gl.int32), axis=0) > 0
 
 
@@ -116,7 +116,7 @@ def _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n):
     last = token == end[:, None]
     before = token == end[:, None] - 1
     b = b_s.reshape([4, 16]).load(ROW)
-    near = last & (near_s.reshape([4, 16]).load(ROW) > NEAR * end.to(gl.float32)[:, None])
+    near = last & (near_s.reshape([4, 16]).load(ROW) > NEAR * end.to(gl.float32)[:, None] + 1.0)
     weak = (last | before) & (b <= WEAK)
     near = gl.sum(near.to(gl.int32) - 2 * weak.to(gl.int32), axis=1) > 0
     end = end[:, None, None]
