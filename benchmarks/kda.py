@@ -207,9 +207,9 @@ def first_call_row() -> Row:
 
 GATES = ("-8", "-4", "0", "4", "8", "uniform", "channels")
 LIMITS = {"ours": (3e-3, 1e-3), "triton": (3e-3, 1e-3), "triton_exact": (3e-3, 1e-3)}
-NEAR = 2e-2
-"""Near-equal keys with beta about 1: float16 operands miss the limits above (measured: up to 4.5e-3 and 6.1e-3; fla-core 3.4e-2
-and 5.2e-2), which impl="triton_exact" keeps. The table shows it; only what is plainly wrong stops it."""
+PORTABLE_NEAR = 2e-2
+"""Near-equal keys with beta about 1: `triton`'s operands in 16 bits miss the limits above (3.5e-3, 4.9e-3; fla-core 3.4e-2,
+5.2e-2); the table shows it, and only what is plainly wrong stops it."""
 
 
 def check() -> list[Row]:
@@ -242,7 +242,7 @@ def check() -> list[Row]:
                 row: Row = {"case": f"{gate} gate{', near-equal keys' if near else ''}: {('output', 'state')[part]}"}
                 for way, call in ways.items():
                     row[way] = attempt(lambda c=call, p=part, h=heads, w=want: worst(c()[p], w[p], h))
-                    limit = LIMITS.get(way, (1.0, 1.0))[part] if not near or way == "triton_exact" else NEAR
+                    limit = PORTABLE_NEAR if near and way == "triton" else LIMITS.get(way, (1.0, 1.0))[part]
                     if way in LIMITS and not (isinstance(row[way], float) and row[way] <= limit):
                         raise SystemExit(f"wrong result, nothing timed: {row['case']}, {way}: {row[way]}")
                 table.append(row)

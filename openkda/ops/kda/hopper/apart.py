@@ -85,7 +85,7 @@ def _norm_and_nearness(x_s):
 
 @gluon.jit
 def are_near(near_s, n):
-    """Whether a key's mean cosine with its tile's others exceeds `NEAR`. near_s: the sum, and 1 for itself; n tokens are real."""
+    """Whether a key's mean cosine with its tile's others exceeds `NEAR`. near_s: their sum, and 1 for itself; of n tokens."""
     i = gl.arange(0, 64, layout=PAIR)
     others = gl.maximum(gl.minimum(n - (i & -16), 16) - 1, 1)
     near = near_s.load(PAIR) > NEAR * others.to(gl.float32) + 1.0
