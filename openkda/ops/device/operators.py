@@ -33,7 +33,7 @@ def _name_shortly() -> None:
     """Before torch 2.13 inductor writes down, for a log that is off, what an operator it has not met before is given: all
     operators in front of it, twice for each residual connection. torch.compile of a packed hybrid never ended (2.11). So it
     is told to write the operator's name and the types of its arguments."""
-    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13):
         return
     from torch._inductor.exc import OperatorIssue
 
