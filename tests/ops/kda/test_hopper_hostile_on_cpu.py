@@ -24,7 +24,7 @@ from openkda.ops.kda.api import kda
 from openkda.ops.kda.hopper import launch, walks
 from openkda.testing.compare import rel
 from openkda.testing.inputs import KDAInputs, make_inputs
-from openkda.testing.runs import gradients
+from openkda.testing.runs import gradients, outputs
 
 SIZES: dict[str, Any] = {"T": 70, "H": 1, "K": 128, "gate": "bounded"}
 
@@ -161,3 +161,25 @@ def test_what_is_not_finite_stays_in_its_head_and_row_of_the_batch(name: str, va
     assert torch.equal(got["dinitial_state"][0], want["dinitial_state"][0])
     assert torch.equal(got["ddt_bias"][0], want["ddt_bias"][0])
     assert not bool(got["dk"].isfinite().all()) and not bool(got["dA_log"].isfinite().all())
+
+
+@pytest.mark.parametrize("gate, schedule", [("bounded", "two_pass"), ("bounded", "fused"), ("softplus", "two_pass")])
+def test_later_tokens_change_no_bit_of_near_equal_keys(
+    gate: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of such keys have factors of their own (`apart.py`): no token of them feels one behind it, whether that is near or
+    makes the tile so."""
+    monkeypatch.setattr(launch, "choose", lambda *sizes: schedule)
+    near = inputs(gate=gate, near_equal_keys=True, decay="slow")
+    far = inputs(2, gate=gate, decay="slow")
+    far.beta = near.beta
+    for x, other in ((near, far), (far, near)):
+        with hopper_on_cpu():
+            want = outputs(x, impl="hopper")["o"]
+        for P in (8, 15, 31, 62, 63):
+            for n in ("k", "g"):
+                y = x.to()
+                getattr(y, n)[:, P:] = getattr(other, n)[:, P:]
+                with hopper_on_cpu():
+                    got = outputs(y, impl="hopper")["o"]
+                assert torch.equal(got[:, :P], want[:, :P]), f"{n} from token {P} on"
