@@ -172,12 +172,12 @@ def test_long_sequences_go_through_in_windows(monkeypatch: pytest.MonkeyPatch) -
 
 @gpu
 @needs_hopper
-def test_windows_prepared_beside_scans_change_no_bit() -> None:
+def test_windows_prepared_beside_scans_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large enough that the next window is prepared while this one is scanned: 200 calls, two at a time on two streams."""
     from openkda.ops.kda.hopper import launch, schedule
 
-    plan = schedule.windows(48, 64, launch._sm_count(0))
-    assert len(plan) > 1
+    plan = (schedule.Window(20, False), schedule.Window(17, False), schedule.Window(11, True))
+    monkeypatch.setattr(launch, "windows", lambda *sizes: plan)
     x, y = (bf16(17 + i, T=48 * 64 - 5, H=64, decay="random") for i in range(2))
     want = [scheduled(z, "fused") for z in (x, y)]
     streams = [torch.cuda.Stream() for _ in range(2)]

@@ -33,7 +33,9 @@ SMS = 132
     [(8192, 1, 96, False, "two_pass"), (8192, 8, 96, True, "fused"), (8192, 6, 96, True, "fused"),
      (8192, 8, 64, True, "fused"), (8192, 8, 32, True, "fused"), (8192, 8, 12, True, "two_pass"),
      (8192, 1, 64, False, "two_pass"), (8192, 1, 32, False, "two_pass"),
-     (32768, 1, 32, False, "two_pass"), (8192, 1, 24, False, "two_pass"), (8192, 1, 12, False, ("segments", 5))],
+     (32768, 1, 32, False, "two_pass"), (8192, 1, 24, False, "two_pass"), (8192, 1, 12, False, ("segments", 5)),
+     (8192, 1, 16, False, ("segments", 4)), (8192, 1, 1, False, ("segments", 8)), (4096, 1, 12, False, ("segments", 5)),
+     (65536, 1, 16, False, ("segments", 5)), (65536, 1, 12, False, ("segments", 11))],
 )  # fmt: skip
 def test_the_fastest_measured_schedule_runs(
     tokens: int, sequences: int, heads: int, packed: bool, schedule: Any
@@ -175,6 +177,15 @@ def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.Mo
     assert [(c["T"], c["first"]) for c in calls[::2]] == [(330, 0), (330, 128), (330, 256)]
     at = [c["dec_ptr"] if isinstance(c["dec_ptr"], int) else c["dec_ptr"].data_ptr() for c in calls]
     assert at[0] == at[1] == at[4] == at[5] != at[2] == at[3]
+
+
+@pytest.mark.parametrize(
+    "heads, chunks", [(96, [128]), (64, [128]), (48, [128]), (32, [49, 42, 37]), (24, [29, 41, 58]), (12, [27, 101])]
+)
+def test_the_fastest_measured_windows_run(heads: int, chunks: list[int]) -> None:
+    """Within three chunks of the plan that was timed."""
+    plan = schedule.windows(128, heads, SMS)
+    assert len(plan) == len(chunks) and all(abs(w.chunks - n) <= 3 for w, n in zip(plan, chunks, strict=True))
 
 
 @pytest.mark.parametrize("heads", [1, 12, 32, 64, 96, 131, 132, 500])

@@ -3,10 +3,11 @@ the same time.
 
 Times of the parts on one H200, in microseconds, from which the cost of each schedule follows; the scan gives each half of the
 value channels its own CTA while twice the chains fit the SMs. They pick the fastest measured schedule of every line of
-benchmarks/results/hopper-forward-nvidia-h200.json but one (12 heads of 8x1024, 2 % off).
+benchmarks/results/hopper-forward-nvidia-h200.json but one (12 heads of 8x1024, 2 % off), and are 2.5 % (windows) and 2.8 %
+(segments) off in other plans, root mean square of 130.
 
     fused      needs no workspace, but a chain has one SM: packs and batches, whose chains fill the card evenly
-    two_pass   one long sequence: its factors are prepared on all SMs, however few the heads
+    two_pass   one long sequence: its factors are prepared on all SMs, however few the heads; in windows where SMs are left
     segments   few heads: the scan of segments runs side by side
 """
 
@@ -21,21 +22,23 @@ WORKSPACE = 2 << 30
 SLOT_BYTES = 3 * 64 * 128 * 2 + 6 * 32 * 32 * 2 + 128 * 4
 """A prepared chunk of one head: Kt, Qt, Kh and three quarters of T, M in float16, the decay of its channels in float32."""
 
-_PREPARE_US, _PREPARE_START_US = 3.92, 18.0
+_PREPARE_US, _PREPARE_START_US = 3.85, 18.4
 """A chunk and head on one SM; what the first and the last programs leave idle."""
-_SCAN_US = {True: (1.58, 0.0025), False: (2.09, 0.0)}
-"""A chunk of a chain by halves of its value channels or whole; more for each other chain."""
-_PREPARE_MEMORY_US, _SCAN_MEMORY_US = 0.0286, 0.024
-"""A chunk and head cannot be read and written faster, on however many SMs."""
-_ENDS_US, _ENDS_MORE_US, _MERGE_US, _CUT_US = 1.19, 0.0037, 1.7, 29.0
-"""Both ends of a segment's chunk, and more for each other program; a segment in the merge; what a cut costs besides."""
+_SCAN_US = {True: 1.57, False: 2.09}
+"""A chunk of a chain by halves of its value channels or whole."""
+_PREPARE_MEMORY_US, _SCAN_MEMORY_US, _HALVES_MEMORY_US = 0.0286, 0.0236, 0.0279
+"""A chunk and head cannot be read and written faster, on however many SMs; halves read operands twice."""
+_ENDS_US, _ENDS_MORE_US, _ENDS_MOST_US = 0.23, 0.0218, 1.63
+"""Both ends of a segment's chunk, more for each other program."""
+_MERGE_US, _CUT_US = 3.0, 20.5
+"""A segment in the merge; what a cut costs besides."""
 _FUSED_US, _FUSED_START_US = 6.1, 15.0
 """A chunk of a chain; filling and draining the roles, once a program."""
-_WINDOW_US, _MOST_WINDOWS = 8.5, 4
+_WINDOW_US, _MOST_WINDOWS = 8.7, 4
 """What a window of a sequence costs besides: its scan waits for the last programs that prepare it and for states."""
 _WORTH_WINDOWS = 1.03
 """Each window is two launches: they have to save a thirtieth."""
-_SHARED, _SLOWER = 0.79, 0.85
+_SHARED, _SLOWER = 0.75, 0.82
 """Share of memory speed from which a scan and what is prepared beside it slow each other down, and by how much of the rest."""
 _WORTH = 0.9
 """A cut that saves less than a tenth is left: the model is no better than that, and segments take memory for states."""
@@ -137,8 +140,7 @@ def windows_us(plan: tuple[Window, ...], heads: int, sms: int) -> float:
 
 def _scan_us(split: bool, chains: int) -> float:
     """A chunk of chains side by side, each on an SM or two."""
-    base, more = _SCAN_US[split]
-    return max(base + more * chains, _SCAN_MEMORY_US * chains)
+    return max(_SCAN_US[split], (_HALVES_MEMORY_US if split else _SCAN_MEMORY_US) * chains)
 
 
 @lru_cache(4096)
@@ -181,7 +183,7 @@ def segments_us(chunks: int, sequences: int, count: int, heads: int, sms: int) -
     late = chunks - (count - 1) * length if sequences == 1 else 0  # prepared beside the ends
     programs = 2 * chains * (count - 1)
     waves = ceil_div(programs, sms)
-    ends = (_ENDS_US + _ENDS_MORE_US * min(programs, sms)) * length * waves
+    ends = min(_ENDS_US + _ENDS_MORE_US * programs, _ENDS_MOST_US) * length * waves
     left = max(late * _PREPARE_US * heads - (waves * sms - programs) * ends / waves, 0.0)
     preparing = (_PREPARE_US * (chunks - late) * chains + left) / sms + _PREPARE_START_US
     split = is_split(count * chains, sms)
