@@ -16,7 +16,7 @@ import torch
 import triton
 
 from openkda.ops.kda.hopper import launch
-from openkda.ops.kda.hopper.schedule import choose
+from openkda.ops.kda.hopper.schedule import Window, choose, is_split
 
 BOUND = -5.0
 
@@ -88,6 +88,16 @@ def rel(a, ref):
     return ((a.double() - ref).norm() / ref.norm().clamp_min(1e-30)).item()
 
 
+def in_one_window(args, lens):
+    """Two passes without windows."""
+    real = launch.windows
+    launch.windows = lambda chunks, heads, sms: (Window(chunks, is_split(heads, sms)),)
+    try:
+        return run(args, lens, schedule="two_pass")
+    finally:
+        launch.windows = real
+
+
 @contextmanager
 def device_of(sms):
     """The launches choose as if the device had so many SMs."""
@@ -151,6 +161,9 @@ SHAPES = [
     ("H=64 1x8192", [8192], 64),
     ("H=64 8x1024", [1024] * 8, 64),
     ("H=32 1x8192", [8192], 32),
+    ("H=24 1x8192", [8192], 24),
+    ("H=16 1x8192", [8192], 16),
+    ("H=8 1x8192", [8192], 8),
     ("H=32 8x1024", [1024] * 8, 32),
     ("H=12 8x1024", [1024] * 8, 12),
     ("H=16 1x65536", [65536], 16),
@@ -179,6 +192,8 @@ def time():
         chosen = choose(sum(lens), len(lens), h, len(lens) > 1, launch._sm_count(0))
         schedules = dict.fromkeys([chosen, "fused", "two_pass"] if len(lens) > 1 or h > 64 else [chosen, "two_pass"])
         calls = {str(s): [partial(run, a, lens, schedule=s) for a in args] for s in schedules}
+        if len(lens) == 1 and len(launch.windows(lens[0] // 64, h, launch._sm_count(0))) > 1:
+            calls["two_pass, one window"] = [partial(in_one_window, a, lens) for a in args]
         if library:
             calls["FlashKDA"] = [flash_kda.call(library, a, lens, offsets(tuple(lens))) for a in args]
         for who, (fast, slow) in calls.items():
