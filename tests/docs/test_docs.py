@@ -7,13 +7,12 @@ Every fenced `python` block of README.md and docs/*.md is executed, one namespac
 from __future__ import annotations
 
 import ast
-import json
+import importlib.util
 import os
 import re
 import subprocess
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(d.relative_to(ROOT)) for d in DOCUMENTS]
 README = (ROOT / "README.md").read_text()
-MAP, MEASURED = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("map", "measured"))
+MAP = (ROOT / "docs" / "map.md").read_text()
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.S | re.M)
 NEEDS_MORE = ('"cuda', "'cuda", "from_pretrained")
@@ -194,45 +193,18 @@ def test_the_map_names_every_file_of_the_package_once() -> None:
 # ---- measured numbers ----
 
 
-def numbers(value: object) -> Iterator[float]:
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from numbers(part)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield float(value)
-
-
-NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d)?"
-
-
-def shown(text: str) -> list[str]:
-    """Every number in the tables of `text`, but for headers and for what stands in the first column."""
-    rows = re.findall(r"^(\| .* \|)$(?!\n\|-)", text, re.M)
-    return [n for row in rows for cell in row.strip("| ").split(" | ")[1:] for n in re.findall(NUMBER, cell)]
-
-
-def rounds_to(measured: float, text: str) -> bool:
-    digits = len(text.partition("e")[0].partition(".")[2])
-    if "e" in text:
-        return float(f"{measured:.{digits}e}") == float(text)
-    return round(measured, digits) == float(text.replace(",", ""))
-
-
-def test_measured_numbers_are_those_of_the_results() -> None:
-    """Every number in a cell of the tables of measurements is one of benchmarks/results, as rounded there."""
-    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    measured = [n for file in files for n in numbers(json.loads(file.read_text()))]
-    text = MEASURED.partition("\n## ")[2]  # the first table names programs
-    assert len(shown(text)) > 100
-    wrong = [n for n in shown(text) if not any(rounds_to(m, n) for m in measured)]
-    assert not wrong, f"docs/measured.md shows {wrong}, to which no result rounds"
-
-
-def test_the_readme_says_what_the_page_of_measurements_says() -> None:
-    """Every number of the README's short table stands in a table of docs/measured.md, so that one cannot grow old alone."""
-    mine = shown(README.split("\n## Measured\n")[1].split("\n## ")[0])
-    assert len(mine) > 15
-    assert not set(mine) - set(shown(MEASURED))
+def test_tables_of_measurements_are_those_of_the_results() -> None:
+    """They are written by benchmarks/tables.py, so that no page says something else than benchmarks/results."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    found = []
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text()
+        assert tables.filled(text) == text, f"{page} is not what benchmarks/results say: python benchmarks/tables.py"
+        found += [name for _, name in tables.BLOCK.findall(text)]
+    assert sorted(found) == sorted(tables.TABLES)
 
 
 def test_the_readme_lists_every_page() -> None:
