@@ -141,7 +141,7 @@ def gates(
 ):  # fmt: skip
     if REAL:
         gate_partition(descs, beta_ptr, a_log_ptr, dt_ptr, beta_ptr, stages, dec_s, hand, own[0], own[1], bars, places, HV,
-                       T, 1, HV, scale, bound, gl.constexpr(False))  # fmt: skip
+                       T, 1, HV, scale, bound, gl.constexpr(False), gl.constexpr(False))  # fmt: skip
     else:
         gate_stub(bars, places, HV, HV, T)
 
@@ -149,7 +149,7 @@ def gates(
 @gluon.jit
 def scores(stages, hand, bars, places, REAL: gl.constexpr):
     if REAL:
-        score_partition(stages, hand, bars, places)
+        score_partition(stages, hand, bars, places, gl.constexpr(False))
     else:
         score_stub(bars, places)
 

@@ -64,7 +64,7 @@ def on_the_cpu(x: KDAInputs, schedule: str, parts: bool, without: str = "") -> t
             on_cpu.run(kernels["kda_ranks_kernel"], 1, [ranks, cu.int(), n, 16])
         on_cpu.run(kernels["kda_forward_kernel"], 1, [
             rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks,
-            HV, HV // H, T, n * HV, *tail, 1, True, cu is not None,
+            HV, HV // H, T, n * HV, *tail, 1, True, cu is not None, parts,
         ])  # fmt: skip
         return o, st
     if schedule == "windows":
@@ -138,13 +138,22 @@ def test_the_other_basis_is_what_helps() -> None:
     assert errors[0] > 4 * errors[1], errors
 
 
-def test_near_tiles_change_no_bit_of_what_is_not_theirs() -> None:
-    """The basis is chosen tile by tile: outputs before a near tile's end, and all of a chunk before it, keep their bits."""
-    x = make_inputs(5, **HEADS, T=128, decay="slow").to(dtype=torch.bfloat16)
-    o, _ = on_the_cpu(x, "fused", True)
-    x.k[:, 80:] = x.k[:, 80:81]  # tiles 1 to 3 of the second chunk
-    near, _ = on_the_cpu(x, "fused", True)
-    assert torch.equal(near[:, :81], o[:, :81]) and not torch.equal(near[:, 81:], o[:, 81:])
+@pytest.mark.parametrize("schedule", ["two_pass", "fused"])
+@pytest.mark.parametrize("before, after", [("near", "near"), ("near", "far"), ("far", "near")])
+def test_no_token_of_near_keys_feels_one_behind_it(schedule: str, before: str, after: str) -> None:
+    """Tiles take their other basis from their own tokens: at every place of a tile, whatever comes behind."""
+    sets = {n: make_inputs(7, **HEADS, T=128, decay="slow", near_equal_keys=n == "near").to(dtype=torch.bfloat16)
+            for n in ("near", "far")}  # fmt: skip
+    x, y = sets[before], sets[after]
+    if before == after:
+        y = make_inputs(8, **HEADS, T=128, decay="random").to(dtype=torch.bfloat16)
+        y.k = x.k.flip(1)
+    want, _ = on_the_cpu(x, schedule, True)
+    for P in (*range(1, 18), 30, 31, 32, 46, 47, 62, 63, 64, 78, 79, 80, 126, 127):
+        late = KDAInputs(**vars(x))
+        for n in ("q", "k", "v", "g", "beta"):
+            setattr(late, n, torch.cat([getattr(x, n)[:, :P], getattr(y, n)[:, P:]], 1))
+        assert torch.equal(on_the_cpu(late, schedule, True)[0][:, :P], want[:, :P]), P
 
 
 @pytest.mark.parametrize(

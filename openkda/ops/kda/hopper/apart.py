@@ -74,21 +74,24 @@ def places_in(ab_s):
 
 @gluon.jit
 def _norm_and_nearness(x_s):
-    """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and the sums of their products with their tile's rows."""
+    """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and the sums of their products with rows of their tile before."""
     x = x_s.load(M2).reshape([4, 16, 128])
     a = gl.convert_layout(x, A3B, assert_trivial=True)
     b = gl.convert_layout(x.permute((0, 2, 1)), B3B, assert_trivial=True)
     d = mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
-    own = gl.arange(0, 16, layout=ROW1)[None, :, None] == gl.arange(0, 16, layout=COL1)[None, None, :]
-    return gl.sum(gl.where(own, d, 0.0), axis=2), gl.sum(d, axis=2)
+    row = gl.arange(0, 16, layout=ROW1)[None, :, None]
+    col = gl.arange(0, 16, layout=COL1)[None, None, :]
+    return gl.sum(gl.where(row == col, d, 0.0), axis=2), gl.sum(gl.where(row > col, d, 0.0), axis=2)
 
 
 @gluon.jit
 def are_near(near_s, n):
-    """Whether a key's mean cosine with its tile's others exceeds `NEAR`. near_s: their sum, and 1 for itself; of n tokens."""
+    """Whether one of a tile's last two keys is near those before it in the tile: a mean cosine above `NEAR`, near_s holding the
+    sums. n tokens are real."""
     i = gl.arange(0, 64, layout=PAIR)
-    others = gl.maximum(gl.minimum(n - (i & -16), 16) - 1, 1)
-    near = near_s.load(PAIR) > NEAR * others.to(gl.float32) + 1.0
+    end = gl.minimum(n - (i & -16), 16) - 1
+    i = i & 15
+    near = (i > 0) & (i <= end) & (i >= end - 1) & (near_s.load(PAIR) > NEAR * i.to(gl.float32))
     return gl.max(near.to(gl.int32), axis=0) > 0
 
 
@@ -106,30 +109,50 @@ def _one(x_s, i):
 
 
 @gluon.jit
+def _seen_from(n):
+    """Which log decays make keys as they are one token behind f, if that one forgets as f did: those of tokens behind a key and
+    up to f, and of f once more."""
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, A3H)))[:, None, None]
+    end = gl.minimum(n - 16 * tile, 16) - 1
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, A3H)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A3H)))[None, None, :]
+    m = gl.where((j > i) & (j < end), 1.0, 0.0) + gl.where((i < end) & (j == end - 1), 1.0, 0.0)
+    return m.to(gl.float16) + gl.full([4, 16, 16], 0.0, gl.float16, A3H)
+
+
+@gluon.jit
 def _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n):
     """Keys scaled to the end of their tile become differences, from raw keys, in tiles that are near. work_s [4, 16]: w;
-    keys_s [4 slices of channels, tile, channel]: k_e."""
+    keys_s [4 slices of channels, tile, channel]: k_e. What is taken at f knows of no token behind it."""
     row = gl.arange(0, 16, layout=ROW1)[None, :, None]
     col = gl.arange(0, 16, layout=COL1)[None, None, :]
     end = gl.minimum(n - 16 * gl.arange(0, 4, layout=TILE), 16) - 1
     token = gl.arange(0, 16, layout=ROW1)[None, :]
-    last = token == end[:, None]
+    near = (token > 0) & (near_s.reshape([4, 16]).load(ROW) > NEAR * token.to(gl.float32))
+    near = (near & (b_s.reshape([4, 16]).load(ROW) > WEAK)).to(gl.int32)
+    near_f = gl.max(gl.where(token == end[:, None] - 1, near, 0), axis=1) > 0
+    near_e = gl.max(gl.where(token == end[:, None], near, 0), axis=1) > 0
     before = token == end[:, None] - 1
-    b = b_s.reshape([4, 16]).load(ROW)
-    near = last & (near_s.reshape([4, 16]).load(ROW) > NEAR * end.to(gl.float32)[:, None] + 1.0)
-    weak = (last | before) & (b <= WEAK)
-    near = gl.sum(near.to(gl.int32) - 2 * weak.to(gl.int32), axis=1) > 0
+    seen = _seen_from(n)
     end = end[:, None, None]
     d = gl.zeros([4, 16, 16], gl.float32, M3)
+    df = gl.zeros([4, 16, 16], gl.float32, M3)
     for s in range(4):
         x = kc_s._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(M2).reshape([4, 16, 32])
         c = gl.convert_layout(x.permute((0, 2, 1)), B3H, assert_trivial=True)
         d = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), c, d)
-    w = gl.sum(gl.where((col == end - 1) & (row < end), d, 0.0), axis=2)
+        g16 = _half_view(g_s)._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(LBS).reshape([4, 16, 32])
+        hs = mma_v2(seen, gl.convert_layout(g16, B3H, assert_trivial=True), gl.zeros([4, 16, 32], gl.float32, M3))
+        k = _rows(k_s._reinterpret(gl.bfloat16, [4, 64, 32], S64).index(s), 0, 32) * rk[:, :, None] * _ex2(hs)
+        x = k.to(gl.float16)
+        c = gl.convert_layout(x.permute((0, 2, 1)), B3H, assert_trivial=True)
+        df = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), c, df)
+    w = gl.sum(gl.where((col == end - 1) & (row < end), df, 0.0), axis=2)
     own = gl.maximum(gl.sum(gl.where(before, w, 0.0), axis=1), 1e-6)
     w = gl.minimum(gl.maximum(w * _rcp(own)[:, None], -1.0), 1.0)
-    w = gl.where(before, gl.sum(gl.where(col == end, d, 0.0), axis=2), w)
-    w = gl.where(near[:, None], w, 0.0)
+    w = gl.where(near_f[:, None], w, 0.0)
+    late = gl.where(near_e[:, None], gl.sum(gl.where(col == end, d, 0.0), axis=2), 0.0)
+    w = gl.where(before, late, w)
     work_s.store(w)
     for s in range(4):
         g16 = _half_view(g_s)._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(LBS).reshape([4, 16, 32])

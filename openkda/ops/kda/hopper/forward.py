@@ -35,7 +35,7 @@ GATES, STATES = gl.constexpr(80), gl.constexpr(152)  # registers a thread; score
 
 
 @gluon.jit
-def allocate():
+def allocate(NEAR: gl.constexpr = False):
     """Shared memory and barriers of a CTA."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
@@ -46,17 +46,11 @@ def allocate():
     # of a stage: decay, beta
     dec_s = gl.allocate_shared_memory(gl.float32, [3, 128], FLAT1)
     b_s = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT1)
-    # from gates to scores, every other chunk: anchors, decay over tile 1, norms of k and q, tile sums
+    # from gates to scores, every other chunk: anchors (and tile sums before them), decay over tile 1, norms of k and q
     h_s = gl.allocate_shared_memory(gl.float16, [6, 512], FLAT1)
     e1_s = gl.allocate_shared_memory(gl.float16, [2, 128], FLAT1)
     n_s = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT1)
-    sums_s = gl.allocate_shared_memory(gl.float32, [2, 512], FLAT1)
     c2_s = gl.allocate_shared_memory(gl.float32, [128], FLAT1)
-    # nearness of keys, of every other chunk; what chunks of near keys need in scores
-    near_s = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT1)
-    work_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
-    rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
-    keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
     sends_s = gl.allocate_shared_memory(gl.int32, [3, 4], FLAT1)
     qk_full = barriers(3, 1)
     g_full = barriers(3, 1)
@@ -71,7 +65,14 @@ def allocate():
     v1 = (v1_s, barriers(1, 1))
     fence_async_shared()
     stages = (q_s, k_s, g_s, kc_s)
-    hand = (h_s, e1_s, n_s, b_s, sums_s, near_s, (work_s, rows_s, keys_s))
+    hand = (h_s, e1_s, n_s, b_s)
+    if NEAR:  # besides, tile sums and nearness of every other chunk; what chunks of near keys need in scores
+        sums_s = gl.allocate_shared_memory(gl.float32, [2, 512], FLAT1)
+        near_s = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT1)
+        work_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
+        rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
+        keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
+        hand = (h_s, e1_s, n_s, b_s, sums_s, near_s, (work_s, rows_s, keys_s))
     gate_bars = ((qk_full, g_full), ready, hand_free, free)
     score_bars = (ready, kq_ready, lm_ready, hand_free)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)
@@ -82,9 +83,9 @@ def allocate():
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
     HV, groups, T, chains, scale, bound,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
-    stages, hand, own, others, values, bars = allocate()
+    stages, hand, own, others, values, bars = allocate(NEAR)
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], groups)
     places = turns(3)
@@ -92,9 +93,9 @@ def kda_forward_kernel(
     entering = s0_ptr if STATE_IN == 1 else dt_ptr  # read by nobody then
     gl.warp_specialize(
         [
-            (score_partition, (stages, hand, bars[1], places)),
+            (score_partition, (stages, hand, bars[1], places, NEAR)),
             (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
-                              bars[0], places, chains, T, groups, HV, scale, bound, VARLEN)),
+                              bars[0], places, chains, T, groups, HV, scale, bound, VARLEN, NEAR)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(0), STATE_IN, STATE_OUT)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, sends, bars[2], places,

@@ -115,7 +115,7 @@ def _next_chain(ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VAR
 @gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
-    scale, bound, VARLEN: gl.constexpr,
+    scale, bound, VARLEN: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks. It draws late: who is
     done first takes the next, and with chains of different lengths that is not known while they begin.
@@ -125,7 +125,7 @@ def gate_partition(
     and those of chains that begin and end in between.
     """
     q_s, k_s, g_s, kc_s = stages
-    n_s, b_s, sums_s, near_s = hand[2], hand[3], hand[4], hand[5]
+    h_s, n_s, b_s = hand[0], hand[2], hand[3]
     full, ready, hand_free, free = bars
     qk_full, g_full = full
     chan = gl.arange(0, 128, layout=F1)
@@ -203,18 +203,24 @@ def gate_partition(
             if n < 64:
                 _clean(kc, n, 0.0)
                 fence_async_shared()
-            norm, near = _norm_and_nearness(kc)
-            rk = _rsqrt(norm + 1e-6)
+            if NEAR:
+                norm, near = _norm_and_nearness(kc)
+                rk = _rsqrt(norm + 1e-6)
+                hand[5]._reinterpret(gl.float32, [2, 4, 16], FLAT2).index(odd).store(near * rk * rk)
+            else:
+                rk = _rsqrt(_square_norm(kc) + 1e-6)
             rq = scale * _rsqrt(_square_norm(q_s.index(st)) + 1e-6)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             norms.index(2 * odd).store(rk)
             norms.index(2 * odd + 1).store(rq)
-            near_s._reinterpret(gl.float32, [2, 4, 16], FLAT2).index(odd).store(near * rk * rk)
             mbarrier.wait(g_full.index(st), phase)
             if n < 64:
                 _clean(gc, n, -3.0e38)
                 fence_async_shared()
-            t_s = sums_s.index(odd)
+            if NEAR:  # noqa: SIM108 (a constant)
+                t_s = hand[4].index(odd)  # scores want them once more
+            else:
+                t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
             following = next_stage(st, phase)
             for s in range(4):
                 _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
@@ -240,11 +246,11 @@ def parts_of_l(tm_s):
 
 
 @gluon.jit
-def score_partition(stages, hand, bars, places):
-    """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time."""
+def score_partition(stages, hand, bars, places, NEAR: gl.constexpr):
+    """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time. NEAR:
+    chunks of keys that are nearly one direction as apart.py has them."""
     q_s, k_s, g_s, kc_s = stages
-    n_s, b_s, sums_s, near_s = hand[2], hand[3], hand[4], hand[5]
-    work_s, rows_s, keys_s = hand[6]
+    n_s, b_s = hand[2], hand[3]
     ready, kq_ready, lm_ready, hand_free = bars
     turn = 0
     length = 0
@@ -263,18 +269,21 @@ def score_partition(stages, hand, bars, places):
             qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
             e1, xb, fk, ck = _anchors(hand, odd)
             raw = (q_s.index(st), k_s.index(st), g_s.index(st))
-            n = length - c * 64
-            near = are_near(near_s.index(odd), n)
-            if near:
-                _difference_columns(
-                    raw[2], raw[1], rk, b_s.index(st), near_s.index(odd), kc_s.index(st), work_s, keys_s, n,
-                )  # fmt: skip
+            if NEAR:
+                n = length - c * 64
+                sums_s, near_s, work_s, rows_s, keys_s = hand[4], hand[5].index(odd), hand[6][0], hand[6][1], hand[6][2]
+                near = are_near(near_s, n)
+                if near:
+                    _difference_columns(
+                        raw[2], raw[1], rk, b_s.index(st), near_s, kc_s.index(st), work_s, keys_s, n,
+                    )  # fmt: skip
             acc = _scores(raw, rq, rk, (kc_s.index(st), e1, xb, fk), kt, qt)
             _rescale_columns(kc_s.index(st), ck)
-            if near:
-                acc = _last_rows(
-                    acc, b_s.index(st), by_channel(sums_s.index(odd)), work_s, rows_s, keys_s, kc_s.index(st), n, CUT,
-                )  # fmt: skip
+            if NEAR:  # noqa: SIM102 (a constant)
+                if near:
+                    acc = _last_rows(
+                        acc, b_s.index(st), by_channel(sums_s.index(odd)), work_s, rows_s, keys_s, kc_s.index(st), n, CUT,
+                    )  # fmt: skip
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)

@@ -23,7 +23,6 @@ from openkda.ops.kda.hopper.state import (
     S128,
     _output,
     _row_scale,
-    _state_offsets,
     _values,
     _write_output,
 )
@@ -45,6 +44,16 @@ def _invert(tm_s, b_s):
     _store_t(tm_s.index(1), th, low, b_s)
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def _offsets(index, half):
+    """As `state._state_offsets`, in 32 bits. With addresses that differ by constants this kernel has 1,000 instructions fewer,
+    and takes 0.596 instead of 0.590 ms (H=96 8x1024); why is not known."""
+    v = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_S))
+    v = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=gl.int32, is_pure=False, pack=1)
+    k = gl.arange(0, 128, layout=gl.SliceLayout(0, ACC_S))
+    return index.to(gl.int64) * 16384 + (k[None, :] * 128 + (v[:, None] + half * 64))
 
 
 @gluon.jit
@@ -74,7 +83,7 @@ def fused_state_partition(
             tma.async_copy_global_to_shared(v_desc, [row0, col0], v_full.index(0), v_s, pred=some)
             # Masked by a runtime value: where the compiler knows that zeros enter, it spills more registers in every role.
             entering = seq >= (0 if STATE_IN == 1 else 1 << 30)
-            s = gl.load(s0_ptr + _state_offsets(seq * HV + hv, half), mask=entering, other=0.0)
+            s = gl.load(s0_ptr + _offsets(seq * HV + hv, half), mask=entering, other=0.0)
             inv = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, ACC_S))
             zero = gl.zeros([64, 64], gl.float32, ACC_T)
             chunks = (length + 63) // 64
@@ -140,4 +149,4 @@ def fused_state_partition(
                 st, phase = next_stage(st, phase)
                 even = even ^ 1
             if STATE_OUT:
-                gl.store(st_ptr + _state_offsets(seq * HV + hv, half), s * inv[:, None])
+                gl.store(st_ptr + _offsets(seq * HV + hv, half), s * inv[:, None])

@@ -59,7 +59,9 @@ _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
 REGISTERS = 168
 """A thread's, so that three programs of four warps share an SM."""
 APART = True
-"""Whether chunks of nearly parallel keys get another basis (apart.py)."""
+"""Whether chunks of nearly parallel keys get another basis (apart.py), in two passes and segments."""
+NEAR_PACKS = False
+"""The same in the fused kernel, which then takes 8 to 10 % longer for all keys."""
 _ROW_BYTES, _QUARTER_BYTES = 3 * 64 * 128 * 2, 6 * 32 * 32 * 2
 _OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
@@ -441,5 +443,5 @@ def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None
          _tiles(o, half, _HALF)),
         (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
         (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound),
-        (0 if s0 is None else 1, st is not None, cu is not None), p.index,
+        (0 if s0 is None else 1, st is not None, cu is not None, NEAR_PACKS), p.index,
     )  # fmt: skip
