@@ -434,7 +434,7 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: boo
         "merge": (merge_segments_kernel, {"HAS_S0": True, "BV": 16}, 0, 232448),
     }[which]
     if which == "fused":
-        constants, spill = constants | {"NEAR": apart}, 400 if apart else spill
+        constants = constants | {"NEAR": apart}
     elif which.startswith("prepare"):
         constants = constants | {"APART": apart}
     elif apart:

@@ -126,15 +126,12 @@ def _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n):
     keys_s [4 slices of channels, tile, channel]: k_e. What is taken at f knows of no token behind it."""
     row = gl.arange(0, 16, layout=ROW1)[None, :, None]
     col = gl.arange(0, 16, layout=COL1)[None, None, :]
-    end = gl.minimum(n - 16 * gl.arange(0, 4, layout=TILE), 16) - 1
-    token = gl.arange(0, 16, layout=ROW1)[None, :]
-    near = (token > 0) & (near_s.reshape([4, 16]).load(ROW) > NEAR * token.to(gl.float32))
-    near = (near & (b_s.reshape([4, 16]).load(ROW) > WEAK)).to(gl.int32)
-    near_f = gl.max(gl.where(token == end[:, None] - 1, near, 0), axis=1) > 0
-    near_e = gl.max(gl.where(token == end[:, None], near, 0), axis=1) > 0
-    before = token == end[:, None] - 1
+    end = gl.minimum(n - 16 * gl.arange(0, 4, layout=TILE), 16)[:, None, None] - 1
+    near = near_s.reshape([4, 16]).load(COL)[:, None, :] > NEAR * col.to(gl.float32)
+    near = near & (col > 0) & (b_s.reshape([4, 16]).load(COL)[:, None, :] > WEAK)
+    near_f = gl.where(near & (col == end - 1) & (row < end - 1), 1.0, 0.0)
+    near_e = gl.where(near & (col == end) & (row == end - 1), 1.0, 0.0)
     seen = _seen_from(n)
-    end = end[:, None, None]
     d = gl.zeros([4, 16, 16], gl.float32, M3)
     df = gl.zeros([4, 16, 16], gl.float32, M3)
     for s in range(4):
@@ -147,12 +144,12 @@ def _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n):
         x = k.to(gl.float16)
         c = gl.convert_layout(x.permute((0, 2, 1)), B3H, assert_trivial=True)
         df = mma_v2(gl.convert_layout(x, A3H, assert_trivial=True), c, df)
-    w = gl.sum(gl.where((col == end - 1) & (row < end), df, 0.0), axis=2)
-    own = gl.maximum(gl.sum(gl.where(before, w, 0.0), axis=1), 1e-6)
-    w = gl.minimum(gl.maximum(w * _rcp(own)[:, None], -1.0), 1.0)
-    w = gl.where(near_f[:, None], w, 0.0)
-    late = gl.where(near_e[:, None], gl.sum(gl.where(col == end, d, 0.0), axis=2), 0.0)
-    w = gl.where(before, late, w)
+    work_s.store(gl.sum(gl.where(row == col, df, 0.0), axis=2))
+    gl.thread_barrier()
+    w = df * _rcp(gl.maximum(work_s.load(COL), 1e-6))[:, None, :]
+    w = gl.minimum(gl.maximum(w, -1.0), 1.0) * near_f + d * near_e
+    w = gl.sum(w, axis=2)
+    gl.thread_barrier()
     work_s.store(w)
     for s in range(4):
         g16 = _half_view(g_s)._reinterpret(gl.float16, [4, 64, 32], S64).index(s).load(LBS).reshape([4, 16, 32])
