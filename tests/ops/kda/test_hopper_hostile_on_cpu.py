@@ -121,13 +121,13 @@ def test_kernels_go_to_the_device_of_the_tensors(keep: bool, monkeypatch: pytest
         now.pop()
 
     x = inputs(T=20, recompute=not keep).requires_grad_()
-    with hopper_on_cpu() as names:
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
-        monkeypatch.setattr(torch.cuda, "device", device)
+    with hopper_on_cpu() as names, monkeypatch.context() as inner:  # undone before the other
+        inner.setattr(torch.cuda, "current_device", lambda: now[-1])
+        inner.setattr(torch.cuda, "device", device)
         seen: list[int | None] = []
         for module in (launch, walks):
             run = module._launch
-            monkeypatch.setattr(module, "_launch", lambda *a, run=run, **o: (seen.append(now[-1]), run(*a, **o)))
+            inner.setattr(module, "_launch", lambda *a, run=run, **o: (seen.append(now[-1]), run(*a, **o)))
         kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="hopper")
         assert len(names) == len(seen) == 2 and set(seen) == {None}
 
