@@ -78,7 +78,7 @@ def test_nothing_is_left_to_compile(heads: int, monkeypatch: pytest.MonkeyPatch)
 
     from openkda.ops.triton import ahead
 
-    monkeypatch.setattr(ahead, "ENABLED", heads == 96)  # kernels by sizes; of few heads these calls take one schedule
+    monkeypatch.setattr(ahead, "ENABLED", True)  # sizes choose between kernels
     config = PRESETS["kimi-k3"].replace(
         kda_num_heads=heads, hidden_size=64, num_hidden_layers=1, kda_layers=(1,), full_attn_layers=(), num_experts=None,
         attn_res_block_size=None,
