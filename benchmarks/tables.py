@@ -207,9 +207,9 @@ def models() -> str:
         f"with packed MXFP4 experts (weights {gib} GiB)": (several(packed, *graph), "-"),
     }
     body = [[label, "tokens/s", *texts] for label, texts in speeds.items()]
-    body.insert(
-        1, ["share of the bfloat16 peak; memory", "%; GiB", *(several(r, "MFU %", "peak GiB") for r in (ours, fla))]
-    )
+    shares = [(ours, launched), (fla, fla)]  # a replayed step allocates nothing: memory is that of launched ones
+    texts = [f"{cell(r.get('MFU %'))}; {cell(other.get('peak GiB'))}" for r, other in shares]
+    body.insert(1, ["share of the bfloat16 peak; memory, launched", "%; GiB", *texts])
     commits = ", ".join(f"{name} {r['commit']}" for name, r in runs.items())
     return f"Training rows: {commits}.\n\n" + table(["", "unit", "ours", "peer"], body, 2)
 
