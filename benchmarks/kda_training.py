@@ -2,7 +2,8 @@
 
     python benchmarks/kda_training.py            everything, about three minutes; kept under benchmarks/results/
     python benchmarks/kda_training.py --quick    one minute; nothing is stored
-    python benchmarks/kda_training.py --part times    or errors: one of the two; the other stays in the stored result
+    python benchmarks/kda_training.py --part times    or errors, or host (of the times, what the host takes): the others stay in
+                                                      the stored result
 
 Gate, l2norm and the sigmoid of beta are inside for ours and for fla-core. cudnn-frontend's Hopper engine has a backward of the
 bare core only, so it is given unit q and k, log decays in float32 and sigmoids: less work than the others do. Slow gates are
@@ -13,13 +14,14 @@ where one of ours is above its limit.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +141,19 @@ CASES = (
 )
 
 
-def rows(quick: bool, speed: float) -> list[Row]:
+def rows(quick: bool, speed: float) -> Iterator[Row]:
     """Floor: the forward reads q, k, v, g and writes o, the backward reads those inputs and do and writes their gradients."""
-    table: list[Row] = []
-    for name, case, must in CASES[::2] if quick else CASES:
+    for i, (name, case, must) in enumerate(CASES[::2] if quick else CASES):
         x = Core(*case)
         floor = 14 * x.q.numel() * 2 / speed * 1e3
         row = x.row(f"forward+backward {name}", "ms", lambda w, x=x: median(lambda: x.step(w)), floor)
         row["must"] = must if must is not None or isinstance(row["fla"], str) else 0.6 * row["fla"]
-        table.append(row)
-        if len(table) == 1:
-            table.append({**x.row("peak memory above its inputs", "GiB", x.peak), "must": 3.5})
-    table += [row for case in CASES[0:4:2] for row in kept_rows(*case[:2])]
-    return table + host_rows()
+        yield row
+        if not i:
+            yield {**x.row("peak memory above its inputs", "GiB", x.peak), "must": 3.5}
+    for name, case, _ in CASES[0:4:2]:
+        yield from kept_rows(name, case)
+    yield from host_rows()
 
 
 class Empty(torch.autograd.Function):
@@ -172,7 +174,7 @@ class Empty(torch.autograd.Function):
 LAYERS = 8
 
 
-def host_rows() -> list[Row]:
+def host_rows() -> Iterator[Row]:
     """Host time of sizes that the GPU finishes sooner. Beside it as floor: a function that does nothing, on the same inputs.
 
     torch computes gradients on a GPU in a thread of its own. The caller changes to it and back once a backward, not once a
@@ -193,10 +195,10 @@ def host_rows() -> list[Row]:
         "host time of forward+backward": lambda w: host_time(lambda: xs[0].step(w), inference=False),
         f"the same, of {LAYERS} in one backward": lambda w: host_time(lambda: together(w), False, calls=4) / LAYERS,
     }
-    table = [xs[0].row(name, "us", measure) for name, measure in measured.items()]
-    with torch.autograd.set_multithreading_enabled(False):
-        table += [xs[0].row(f"{name}, in one thread", "us", measure) for name, measure in measured.items()]
-    return [{**row, "must": 150.0} for row in table]
+    for threads in ("", ", in one thread"):
+        with torch.autograd.set_multithreading_enabled(not threads):
+            for name, measure in measured.items():
+                yield {**xs[0].row(name + threads, "us", measure), "must": 150.0}
 
 
 def kept_rows(name: str, case: Any) -> list[Row]:
@@ -257,12 +259,12 @@ def store(path: Path, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Forward and backward of KDA on a GPU beside its peers")
     parser.add_argument("--quick", action="store_true", help="one minute; nothing is stored")
-    parser.add_argument("--part", choices=("errors", "times"), default=None)
+    parser.add_argument("--part", choices=("errors", "times", "host"), default=None)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     path = options.out / ("kda-training-" + torch.cuda.get_device_name().lower().replace(" ", "-") + ".json")
     found: dict[str, Any] = json.loads(path.read_text()) if options.part and path.exists() else {}
-    if options.part != "times":
+    if options.part in (None, "errors"):
         wrong = errors(options.quick)
         found.update(errors=wrong, ratios=ratios(wrong), errors_about=versions())
         print(render_errors(wrong), flush=True)
@@ -273,13 +275,20 @@ def main() -> None:
         speed = bandwidth()
         found["about"] = {**versions(), "copy": f"{speed / 1e12:.2f} TB/s"}
         print(found["about"], flush=True)
-        found["rows"] = rows(options.quick, speed)
-        print(render(found["rows"]), flush=True)
-        if not options.quick:
-            store(path, found)  # the next one compiles everything
-            found["rows"].append(first_step_row())
-            print(render(found["rows"][-1:]), flush=True)
-            store(path, found)
+        table = {row["case"]: row for row in found.get("rows", [])}
+        measured = host_rows() if options.part == "host" else rows(options.quick, speed)
+        first = () if options.quick or options.part == "host" else (first_step_row,)  # which compiles everything
+        for row in itertools.chain(measured, (f() for f in first)):
+            table[row["case"]] = {**row, "commit": found["about"]["commit"]}
+            print(render([row]).splitlines()[-1], flush=True)
+            found["rows"] = list(table.values())
+            if not options.quick:
+                store(path, found)
+        if options.part != "host":  # rows that there are no longer
+            found["rows"] = [r for r in table.values() if r.get("commit") == found["about"]["commit"]]
+            if not options.quick:
+                store(path, found)
+        print(render(found["rows"]))
 
 
 if __name__ == "__main__":
