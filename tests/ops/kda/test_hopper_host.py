@@ -163,20 +163,21 @@ def test_segments_cover_the_sequence(launch: Any) -> None:
     assert behind - begin == 4 * 512 and last["dec_ptr"].data_ptr() == begin
 
 
-def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That do not all fit the workspace: every other one lies in the same place, each prepared beside a scan."""
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_long_sequence_is_cut_into_windows(launch: Any, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    """That do not all fit the workspace: prepared beside a scan every other one lies in the same place, else each of them."""
     monkeypatch.setattr(schedule, "WORKSPACE", 4 * SLOT_BYTES)
-    monkeypatch.setattr(launch.module, "windows", schedule.windows.__wrapped__)
+    monkeypatch.setattr(launch.module, "windows", lambda *sizes: (schedule.Window(2, True, beside),) * 3)
     inputs = arguments((330,), 1, 1)
     launch.module.forward(**inputs, scale=0.5, lower_bound=-5.0, schedule="two_pass")
     names, _, calls = zip(*launch.calls, strict=True)
     assert names == ("kda_prepare_kernel", "kda_scan_kernel") * 3
     assert [(c["T"], c["rows"], c["first"], c["enters"], c["ranges"], c["beside"]) for c in calls[1::2]] == [
-        (128, 330, 0, 1, 1, 1), (128, 330, 128, 1, 1, 1), (128, 330, 256, 1, 1, 0),
+        (128, 330, 0, 1, 1, beside), (128, 330, 128, 1, 1, beside), (128, 330, 256, 1, 1, 0),
     ]  # fmt: skip
     assert [(c["T"], c["first"]) for c in calls[::2]] == [(330, 0), (330, 128), (330, 256)]
     at = [c["dec_ptr"] if isinstance(c["dec_ptr"], int) else c["dec_ptr"].data_ptr() for c in calls]
-    assert at[0] == at[1] == at[4] == at[5] != at[2] == at[3]
+    assert at[0] == at[1] == at[4] == at[5] and at[2] == at[3] and (at[0] != at[2]) == beside
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_windows_are_the_sequence(heads: int) -> None:
         if fits_workspace(chunks * heads):
             assert schedule.windows_us(plan, heads, SMS) <= schedule.windows_us(alone, heads, SMS)
         else:
-            assert all(fits_workspace((a.chunks + b.chunks) * heads) for a, b in pairwise(plan))
+            assert all(fits_workspace((a.chunks + b.beside * b.chunks) * heads) for a, b in pairwise(plan))
 
 
 def test_rows_are_copied_only_where_the_copy_engine_cannot_walk_them(launch: Any) -> None:

@@ -22,9 +22,11 @@ from openkda.testing.inputs import KDAInputs, make_inputs
 OPTIONS = {"H": 1, "HV": 2, "K": 128, "use_qk_l2norm": True, "use_beta_sigmoid": True, "unit_keys": False}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, x: KDAInputs, kind: Any, plan: tuple[int, ...] = ()) -> tuple[KDAOutput, str]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, x: KDAInputs, kind: Any, plan: tuple[int, ...] = (), beside: bool = True
+) -> tuple[KDAOutput, str]:
     """The call, by this schedule and in windows of so many chunks; and the kernels that it launched."""
-    windows = tuple(schedule.Window(n, i % 2 == 1) for i, n in enumerate(plan))
+    windows = tuple(schedule.Window(n, i % 2 == 1, beside) for i, n in enumerate(plan))
     monkeypatch.setattr(launch, "choose", lambda *sizes: kind)
     monkeypatch.setattr(launch, "windows", lambda chunks, *sizes: windows or (schedule.Window(chunks, True),))
     with hopper_on_cpu() as names:
@@ -48,6 +50,7 @@ def test_windows_change_no_bit(monkeypatch: pytest.MonkeyPatch, gate: str, fits:
     for plan in ((2, 2, 2),) if not fits else ((2, 1, 3), (1, 1, 1, 1, 1, 1)):
         found, names = run(monkeypatch, x, "two_pass", plan)
         assert names == " ".join(["prepare scan"] * len(plan)) and same(found, whole)
+    assert fits or same(run(monkeypatch, x, "two_pass", (4, 2), beside=False)[0], whole)
 
 
 @pytest.mark.parametrize("batch, T, count, tail", [(1, 330, 3, " prepare"), (1, 129, 2, " prepare"), (2, 256, 2, "")])

@@ -372,21 +372,23 @@ def _two_pass(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> N
 
 def _windows(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, plan: tuple[Window, ...]) -> None:
     """One sequence, window after window. A window's factors are prepared while the one before is scanned, in memory that this
-    one does not read: all windows have their own, or, where that would be too much, every other one the same."""
+    one does not read: all windows have their own, or, where that would be too much, every other one the same. Prepared behind
+    it they all have the same."""
     hv = p.heads
-    own = fits_workspace(sum(w.chunks for w in plan) * hv)
-    count = (sum(w.chunks for w in plan) if own else 2 * plan[0].chunks) * hv
-    workspace = _workspace(p, count)
+    chunks = sum(w.chunks for w in plan)
+    own = fits_workspace(chunks * hv)
+    places = 2 if plan[-1].beside else 1
+    workspace = _workspace(p, (chunks if own else places * plan[0].chunks) * hv)
     carry = st
     if carry is None and len(plan) > 1:
         carry = torch.empty(1, hv, 128, 128, dtype=torch.float32, device=o.device)
         p.uses(carry)
     start = 0
-    for i, (chunks, split) in enumerate(plan):
-        here = start if own else i % 2 * plan[0].chunks
+    for i, (chunks, split, beside) in enumerate(plan):
+        here = start if own else i % places * plan[0].chunks
         w = operands_in(workspace, chunks * hv, start=here * hv)
-        _prepare_into(p, w, chunks * hv, start * CHUNK, beside=i > 0)
-        more = i + 1 < len(plan)
+        _prepare_into(p, w, chunks * hv, start * CHUNK, beside=i > 0 and beside)
+        more = i + 1 < len(plan) and plan[i + 1].beside
         entering = s0 if i == 0 else carry  # a program reads its own slice of the state before it writes it
         _scan(
             p, w, entering, carry, o, n=1, length=chunks * CHUNK, first=start * CHUNK, split=split, beside=more,

@@ -3,7 +3,7 @@ the same time.
 
 Times of the parts on one H200, in microseconds, from which the cost of each schedule follows; the scan gives each half of the
 value channels its own CTA while twice the chains fit the SMs. They pick the fastest measured schedule of every line of
-benchmarks/results/hopper-forward-nvidia-h200.json but one (12 heads of 8x1024, 2 % off), and are 2.5 % (windows) and 2.8 %
+benchmarks/results/hopper-forward-nvidia-h200.json but one (12 heads of 8x1024, 1 % off), and are 2.5 % (windows) and 2.8 %
 (segments) off in other plans, root mean square of 130.
 
     fused      needs no workspace, but a chain has one SM: packs and batches, whose chains fill the card evenly
@@ -45,10 +45,12 @@ _WORTH = 0.9
 
 
 class Window(NamedTuple):
-    """Chunks of one sequence that are prepared, then scanned; split: by halves of the value channels."""
+    """Chunks of one sequence that are prepared, then scanned. split: by halves of the value channels. beside: prepared while
+    the window before is scanned, not behind it."""
 
     chunks: int
     split: bool
+    beside: bool = True
 
 
 Schedule = str | tuple[str, int]
@@ -106,9 +108,10 @@ def _plans(chunks: int, heads: int, sms: int) -> list[tuple[Window, ...]]:
     for split in {halves, False}:
         free = sms - heads * (2 if split else 1)
         ratio = _scan_us(split, heads) / (_PREPARE_US * heads / free) if free > 0 else 0.0
-        if not fits_workspace(chunks * heads):  # the memory of every other window is used again
-            width = max(WORKSPACE // (2 * heads * SLOT_BYTES), 1)
-            found.append(tuple(Window(min(width, chunks - c), split) for c in range(0, chunks, width)))
+        if not fits_workspace(chunks * heads):
+            for beside in (True, False):  # the memory of every other window is used again, or that of each
+                width = max(WORKSPACE // ((2 if beside else 1) * heads * SLOT_BYTES), 1)
+                found.append(tuple(Window(min(width, chunks - c), split, beside) for c in range(0, chunks, width)))
             continue
         for count in range(1, _MOST_WINDOWS + 1 if ratio else 2):
             shares = [ratio**i for i in range(count)]
@@ -127,7 +130,7 @@ def windows_us(plan: tuple[Window, ...], heads: int, sms: int) -> float:
         programs = heads * (2 if window.split else 1)
         step, free = _scan_us(window.split, heads) * ceil_div(programs, sms), max(sms - programs, 0)
         scan, left = step * window.chunks, float(following.chunks)
-        if free and left:
+        if free and left and following.beside:
             beside = _PREPARE_US * heads / free
             wanted = heads * (_SCAN_MEMORY_US / step + _PREPARE_MEMORY_US / beside)
             slower = max(1.0, 1.0 + _SLOWER * (wanted - _SHARED))
