@@ -60,7 +60,7 @@ from openkda.ops.kda.hopper.instructions import (
 )
 from openkda.ops.kda.hopper.prepare import _locate, chunk_tiles, fetch_chunk, first_tile, store_inverse, store_norms
 
-FORGOTTEN = gl.constexpr(-57.7)  # of `triton/gate_math.py`
+FORGOTTEN = gl.constexpr(-57.7)  # of `ops/triton/api.py`
 SOFTPLUS = gl.constexpr(1)
 ROW3 = gl.constexpr(gl.SliceLayout(2, M3.value))
 I3 = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, M3.value)))

@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import (
+from openkda.ops.triton.api import (
     FORGOTTEN,
     GATE_BOUNDED,
     GATE_SOFTPLUS,

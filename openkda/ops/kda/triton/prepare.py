@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import (
+from openkda.ops.triton.api import (
     GATE_BOUNDED,
     LOG2E,
     decay_rate,

@@ -25,8 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import find_sequence, power_of_two, sigmoid
 from openkda.ops.kda.triton.prepare import BETA_FLOOR
+from openkda.ops.triton.api import find_sequence, power_of_two, sigmoid
 
 
 @triton.jit

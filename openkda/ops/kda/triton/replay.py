@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import power_of_two, round_mantissa
+from openkda.ops.triton.api import power_of_two, round_mantissa
 
 D_LIMIT = tl.constexpr(1e36)
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openkda.ops.kda.triton.gate_math import round_mantissa
 from openkda.ops.kda.triton.replay import joint, keep_state, keep_tokens, largest, operand, place
+from openkda.ops.triton.api import round_mantissa
 
 
 @triton.jit
