@@ -8,18 +8,15 @@ kda-training-nvidia-h200.json: rows as measured, nothing is timed here. Needs th
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from tables import ROOT, forward_rows, training_rows
 
 from openkda.models.inspect import describe
 from openkda.models.presets import PRESETS
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"ours": "openkda", "cudnn": "cudnn-frontend", "fla": "fla-core", "floor": "memory floor"}
 COLOURS = {"ours": "tab:blue", "cudnn": "tab:green", "fla": "tab:orange", "floor": "0.75"}
 
@@ -54,15 +51,12 @@ def bars(axes: Any, title: str, groups: dict[str, dict[str, float]]) -> None:
     axes.set_xlim(0, 1.15 * max(ms for row in groups.values() for ms in row.values()))
 
 
-def shown(row: dict[str, Any], peers: tuple[str, ...], cudnn: str = "cudnn") -> dict[str, float]:
-    values = {peer: row.get(cudnn if peer == "cudnn" else peer) for peer in peers}
-    return {peer: float(f"{ms:.3g}") for peer, ms in values.items() if isinstance(ms, int | float)}
+def shown(row: dict[str, Any], peers: tuple[str, ...]) -> dict[str, float]:
+    return {peer: float(f"{row[peer]:.3g}") for peer in peers if isinstance(row.get(peer), int | float)}
 
 
 def main() -> None:
-    forward = json.loads((RESULTS / "kda-nvidia-h200.json").read_text())
-    both = json.loads((RESULTS / "kda-training-nvidia-h200.json").read_text())
-    rows = {r["case"]: r for r in forward["groups"]["prefill"]} | {r["case"]: r for r in both["rows"]}
+    rows = forward_rows() | training_rows()
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     left, middle, right = figure.subplots(1, 3)

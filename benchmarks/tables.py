@@ -77,12 +77,27 @@ def of_commit(name: str, rows: dict[str, Row]) -> str:
     parts = [about["device"], f"torch {about['torch']}", f"triton {about['triton']}"]
     parts += [f"{label} {about[key]}" for label, key in PEERS.items() if about.get(key)]
     older = [
-        f"{label} of {r['commit']}" for label, r in rows.items() if r.get("commit", about["commit"]) != about["commit"]
+        f"{label.strip()} of {r['commit']}"
+        for label, r in rows.items()
+        if r.get("commit", about["commit"]) != about["commit"]
     ]
     return f"{', '.join(parts)}; commit {about['commit']}{''.join(f'; {text}' for text in older)}.\n\n"
 
 
 PEERS = {"fla-core": "fla-core", "cudnn-frontend": "nvidia-cudnn-frontend"}
+
+
+def measured(
+    name: str, rows: dict[str, Row], shown: dict[str, str], head: list[str], more: list[list[str]] | None = None
+) -> str:
+    """The rows of a result that are there, in the order of shown (label -> case), ours beside the peers; more: below them. Of
+    two labels that are to read alike one ends in a blank."""
+    found = {label: rows[case] for label, case in shown.items() if case in rows}
+    body = [
+        [label.strip(), r["unit"], *(cell(r.get(k)) for k in ("ours", "fla", "cudnn", "floor"))]
+        for label, r in found.items()
+    ]
+    return of_commit(name, found) + table(head, body + (more or []), 2)
 
 
 def forward() -> str:
@@ -102,30 +117,20 @@ def forward() -> str:
         "host time of a forward, inference mode": "host time of a prefill, inference mode",
         "first call, empty kernel cache": "first call, empty cache",
     }
-    columns = ("ours", "fla", "cudnn", "floor")
-    found = {label.strip(): rows[c] for label, c in shown.items() if c in rows}
-    body = [
-        [label.strip(), rows[c]["unit"], *(cell(rows[c].get(k)) for k in columns)]
-        for label, c in shown.items()
-        if c in rows
-    ]
     head = ["96 heads", "unit", "ours", "fla-core", "cudnn-frontend", "floor"]
-    return of_commit("kda-nvidia-h200", found) + table(head, body, 2)
+    return measured("kda-nvidia-h200", rows, shown, head)
 
 
 def forward_error() -> str:
     found = forward_errors()
     body = []
-    for label, case in {
-        "bounded gate": "bounded gate", "softplus gate": "softplus gate",
-        "bounded gate, near-equal keys": "bounded gate, near-equal keys",
-        "softplus gate, near-equal keys": "softplus gate, near-equal keys",
-    }.items():  # fmt: skip
+    gates = ("bounded gate", "softplus gate")
+    for case in (*gates, *(f"{gate}, near-equal keys" for gate in gates)):
         both = [
             [error(found[f"{case}: {what}"].get(k)) for what in ("output", "state")]
             for k in ("ours", "triton_exact", "fla")
         ]
-        body.append([label, *(pair(*b) for b in both)])
+        body.append([case, *(pair(*b) for b in both)])
     return table(["worst relative error of output / state", "ours", "impl=triton_exact", "fla-core"], body)
 
 
@@ -165,11 +170,7 @@ def training() -> str:
         "of 8 calls in one backward in one thread, each": "the same, of 8 in one backward, in one thread",
         "first step, empty kernel cache": "first step, empty cache",
     }
-    body = [
-        [label, rows[c]["unit"], *(cell(rows[c].get(k)) for k in ("ours", "fla", "cudnn", "floor"))]
-        for label, c in shown.items()
-        if c in rows
-    ]
+    body = []
     errors = {r["case"]: r for r in about["errors"]}
     for label, case in {
         "error of dq / dv / A_log, random keys": "bounded gate, random decay",
@@ -177,9 +178,8 @@ def training() -> str:
     }.items():
         sides = [pair(*(error(of(errors[case], k).get(g)) for g in ("dq", "dv", "dA_log"))) for k in ("ours", "fla")]
         body.append([label, "", *sides, "", ""])
-    found = {label: rows[c] for label, c in shown.items() if c in rows}
     head = ["forward + backward", "unit", "ours", "fla-core", "cudnn core", "floor"]
-    return of_commit("kda-training-nvidia-h200", found) + table(head, body, 2)
+    return measured("kda-training-nvidia-h200", rows, shown, head, body)
 
 
 def models() -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from openkda.layers.mla import GatedMLA
 from openkda.layers.moe import SparseMoE
 from openkda.models.hybrid import HybridLM
+from openkda.ops.device.api import on_device
 from openkda.ops.mla.api import reads_packs
 from openkda.ops.packing.api import declare_longest
 from openkda.training.batches import Batch
@@ -90,7 +91,7 @@ class GraphedGradients:
         key = self._size(batch)
         padded = _padded(batch, key[1])
         found = self._graphs.get(key)
-        with _current(self.device):
+        with on_device(self.device):
             if found is None:
                 found = self._graphs[key] = self._captured(padded)
             else:
@@ -150,7 +151,7 @@ class GraphedUpdate:
         if self._graph is None and self._calls < WARM_UP:
             self._run()
             return
-        with _current(self.device):
+        with on_device(self.device):
             if self._graph is None:
                 self.optimizer.make_capturable()
                 graph = torch.cuda.CUDAGraph()
@@ -162,10 +163,6 @@ class GraphedUpdate:
     def _run(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(keep=True)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -37,6 +37,7 @@ __all__ = [
     "is_watched",
     "log_choice",
     "no_autocast",
+    "on_device",
     "refuse_derivative",
     "transform_refusals",
     "triton_refusals",
@@ -117,6 +118,11 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     if kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Where a GPU is meant, it is the current one inside."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -18,9 +18,9 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
     """The operator `openkda::NAME` of a schema "NAME(..) -> ..". fake: results of the right shapes and dtypes, uncomputed."""
     name = schema.partition("(")[0]
 
-    def traced(*arguments: Any) -> Any:
+    def traced(*arguments: Any, **named: Any) -> Any:
         _name_shortly()
-        return fake(*arguments)
+        return fake(*arguments, **named)
 
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

@@ -11,11 +11,12 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from triton.runtime import driver
+
+from openkda.ops.device.api import on_device
 
 log = logging.getLogger("openkda.ops.triton")
 
@@ -52,24 +53,20 @@ def compile_ahead(device: torch.device, *plans: Callable[[], object]) -> None:
     jobs: dict[Hashable, Callable[[], Any]] = {}
     planning.jobs = jobs
     try:
-        with _current(device):
+        with on_device(device):
             for plan in plans:
                 plan()
     finally:
         planning.jobs = None
 
     def run(job: Callable[[], Any]) -> None:
-        with _current(device):
+        with on_device(device):
             job()
 
     with ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as threads:
         for done in [threads.submit(run, job) for job in jobs.values()]:
             if (failed := done.exception()) is not None:
                 log.warning("a kernel for other sizes does not compile: %s", failed)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def plan(key: Hashable, kernel: Any, arguments: tuple[Any, ...], **options: int) -> None:

@@ -62,13 +62,9 @@ def mix_gradient(
     dw = torch.empty(programs, D, dtype=torch.float32, device=first.device)
     if rows:
         flat = [v.contiguous() for v in sources]
-        dense = (
-            grad.contiguous(),
-            query.float().contiguous(),
-            r.contiguous(),
-            c.contiguous(),
-        )  # hooks may have saved others
-        tensors = (*flat, *flat[:1] * (MAX_SOURCES - n), *dense, dv, dw)
+        # Hooks on saved tensors may lay r and c out otherwise.
+        others = (t.contiguous() for t in (grad, query.float(), r, c))
+        tensors = (*flat, *flat[:1] * (MAX_SOURCES - n), *others, dv, dw)
         launch(mix_gradient_kernel, programs, tensors, (D,), (rows, each), (n, padded(D)), _warps(D), first.device)
     return dw.sum(0), list(dv.unbind(0))
 

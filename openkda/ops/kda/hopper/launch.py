@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from openkda.ops.kda.hopper import BOUNDED
+from openkda.ops.kda.hopper.backward import REGISTERS
 from openkda.ops.kda.hopper.chains import kda_ranks_kernel
 from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.levels import kda_prepare_levels_kernel
@@ -56,8 +57,6 @@ from openkda.ops.triton.api import as_taken, compile_ahead, enter, first_of_kind
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
-REGISTERS = 168
-"""A thread's, so that three programs of four warps share an SM."""
 APART = True
 """Whether chunks of nearly parallel keys get another basis (apart.py), in two passes and segments."""
 NEAR_PACKS = False
@@ -375,10 +374,10 @@ def _windows(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, plan:
     one does not read: all windows have their own, or, where that would be too much, every other one the same. Prepared behind
     it they all have the same."""
     hv = p.heads
-    chunks = sum(w.chunks for w in plan)
-    own = fits_workspace(chunks * hv)
+    total = sum(w.chunks for w in plan)
+    own = fits_workspace(total * hv)
     places = 2 if plan[-1].beside else 1
-    workspace = _workspace(p, (chunks if own else places * plan[0].chunks) * hv)
+    workspace = _workspace(p, (total if own else places * plan[0].chunks) * hv)
     carry = st
     if carry is None and len(plan) > 1:
         carry = torch.empty(1, hv, 128, 128, dtype=torch.float32, device=o.device)
