@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 import backward_checks as checks
 
-from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
+from openkda.ops.kda.hopper import SCALES, TRITON_RELEASE, _triton_release
 
 if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
@@ -90,6 +90,26 @@ def test_values(name: str, gate: str) -> None:
     x = inputs(gate=gate)
     VALUES[name](x)
     hold(name, x, on_the_cpu(x))
+
+
+@pytest.mark.parametrize("schedule, gate", [("fused", "bounded"), ("two_pass", "bounded"), ("two_pass", "softplus")])
+def test_scales_that_leave_queries_their_bits(schedule: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float16 keeps queries with the scale inside: at the ends of what is taken, queries along one channel included; beyond
+    them the call is another's (a scale of 1e-6 once gave an output 40 % off)."""
+    monkeypatch.setattr(launch, "choose", lambda *sizes: schedule)
+    x = inputs(gate=gate)
+    x.q[:, ::3, :, 1:], x.k[:, ::5, :, 1:] = 0, 0
+    for scale in (*SCALES, -SCALES[0], -1.0):
+        x.options["scale"] = scale
+        y = x.to(dtype=torch.float64)
+        with hopper_on_cpu():
+            got = kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="hopper")
+        want = kda(y.q, y.k, y.v, y.g, y.beta, **y.kwargs(), impl="reference")
+        assert rel(got.output, want.output) <= 3e-3, scale
+    for scale in (0.0, 1e-4, -1e-4, 1e4):
+        x.options["scale"] = scale
+        with hopper_on_cpu(), pytest.raises(NotImplementedError, match="a scale of 2"):
+            kda(x.q, x.k, x.v, x.g, x.beta, **x.kwargs(), impl="hopper")
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
