@@ -55,17 +55,18 @@ def on_the_cpu(x: KDAInputs, schedule: str, parts: bool, without: str = "") -> t
     rows = lambda t, columns: on_cpu.Matrix(t.reshape(T, -1), (64, columns))  # noqa: E731
     o, st = torch.zeros_like(x.v), torch.full((n, HV, 128, 128), float("nan"))
     s0 = torch.zeros_like(st) if x.initial_state is None else x.initial_state.float()
-    ranks = torch.full((4 + 4 * 16,), -1, dtype=torch.int32)
+    ranks = torch.full((chains.MARKS.value + 4 * n * HV,), -1, dtype=torch.int32)
     q, k, v, g, beta = (t.contiguous() for t in (x.q, x.k, x.v, x.g, x.beta))
     rates = x.gate.A_log.float(), x.gate.dt_bias.float().reshape(-1)
     tail = (128**-0.5, x.gate.lower_bound)
     if schedule == "fused":
         if cu is not None:
             on_cpu.run(kernels["kda_ranks_kernel"], 1, [ranks, cu.int(), n, 16])
-        on_cpu.run(kernels["kda_forward_kernel"], 1, [
-            rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks,
-            HV, HV // H, T, n * HV, *tail, 1, True, cu is not None, parts,
-        ])  # fmt: skip
+        for again in (False, True) if parts else (False,):
+            on_cpu.run(kernels["kda_forward_kernel"], 2, [
+                rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks,
+                HV, HV // H, T, n * HV, *tail, again, 1, True, cu is not None,
+            ])  # fmt: skip
         return o, st
     if schedule == "windows":
         in_windows(x, kernels, parts, s0, o, st)

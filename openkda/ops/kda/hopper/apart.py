@@ -50,6 +50,7 @@ from openkda.ops.kda.hopper.factors import (
 from openkda.ops.kda.hopper.instructions import _ex2, _rcp
 
 NEAR = gl.constexpr(0.5)  # mean cosine of a tile's keys from which it has another basis
+FIRST = gl.constexpr(8)  # row of a tile from which keys are compared with those before: a shorter tile stays as it is
 WEAK = gl.constexpr(1e-3)  # of the last token's beta
 PAIR = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -59,39 +60,59 @@ COL = gl.constexpr(gl.SliceLayout(1, M3.value))
 ROW1 = gl.constexpr(gl.SliceLayout(0, ROW.value))
 COL1 = gl.constexpr(gl.SliceLayout(0, COL.value))
 LBS = gl.constexpr(_sum_operand(32))
+# Marks [tile, 8] as products of a tile's keys leave them.
+LM = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[],
+        lane_bases=[[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[1, 0], [2, 0]],
+        block_bases=[],
+        shape=[4, 8],
+    )
+)
 LT = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 1], [0, 1, 2]))
 
 
 @gluon.jit
 def places_in(ab_s):
-    """Where chunks of near keys leave what they need later, in the inversion's first 4 KB: near_s, work_s, rows_s, keys_s."""
+    """Where chunks of near keys leave what they need later, in the inversion's first 4 KB: marks_s, work_s, rows_s, keys_s."""
     x = ab_s._reinterpret(gl.float32, [4, 256], FLAT1)
     y = x.index(3)._reinterpret(gl.float32, [4, 64], FLAT1)
     work_s = y.index(1)._reinterpret(gl.float32, [4, 16], FLAT2)
     rows_s = x.index(2)._reinterpret(gl.float32, [4, 64], FLAT1)
-    return y.index(0), work_s, rows_s, ab_s._reinterpret(gl.float32, [2, 512], FLAT1).index(0)
+    return y.index(0)._reinterpret(gl.int32, [64], FLAT1), work_s, rows_s, ab_s._reinterpret(gl.float32, [2, 512], FLAT1).index(0)
 
 
 @gluon.jit
-def _norm_and_nearness(x_s):
-    """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and the sums of their products with rows of their tile before."""
+def _norm_and_marks(x_s):
+    """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and which rows from `FIRST` on [tile, 8] have a mean cosine with
+    those of their tile before them that exceeds `NEAR`, all of one length."""
     x = x_s.load(M2).reshape([4, 16, 128])
     a = gl.convert_layout(x, A3B, assert_trivial=True)
     b = gl.convert_layout(x.permute((0, 2, 1)), B3B, assert_trivial=True)
     d = mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
     row = gl.arange(0, 16, layout=ROW1)[None, :, None]
     col = gl.arange(0, 16, layout=COL1)[None, None, :]
-    return gl.sum(gl.where(row == col, d, 0.0), axis=2), gl.sum(gl.where(row > col, d, 0.0), axis=2)
+    norm = gl.sum(gl.where(row == col, d, 0.0), axis=2)
+    limit = gl.arange(0, 16, layout=ROW1)[None, :].to(gl.float32) * NEAR
+    marks = (gl.sum(gl.where(row > col, d, 0.0), axis=2) > limit * norm).to(gl.int32)
+    marks = gl.split(marks.reshape([4, 16 // FIRST, FIRST]).permute((0, 2, 1)))[1]
+    return norm, gl.convert_layout(marks, LM, assert_trivial=True)
 
 
 @gluon.jit
-def are_near(near_s, n):
-    """Whether one of a tile's last two keys is near those before it in the tile: a mean cosine above `NEAR`, near_s holding the
-    sums. n tokens are real."""
+def store_marks(marks_s, marks):
+    """[64], of which rows before `FIRST` of a tile are nobody's."""
+    marks_s.reshape([4, 16]).slice(FIRST, 16 - FIRST, dim=1).store(marks)
+
+
+@gluon.jit
+def are_near(marks_s, n):
+    """Whether one of a tile's last two keys has a mark. n tokens are real."""
     i = gl.arange(0, 64, layout=PAIR)
     end = gl.minimum(n - (i & -16), 16) - 1
     i = i & 15
-    near = (i > 0) & (i <= end) & (i >= end - 1) & (near_s.load(PAIR) > NEAR * i.to(gl.float32))
+    near = (i >= FIRST) & (i <= end) & (i >= end - 1) & (marks_s.load(PAIR) > 0)
     return gl.max(near.to(gl.int32), axis=0) > 0
 
 
@@ -121,14 +142,14 @@ def _seen_from(n):
 
 
 @gluon.jit
-def _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n):
+def _difference_columns(g_s, k_s, rk, b_s, marks_s, kc_s, work_s, keys_s, n):
     """Keys scaled to the end of their tile become differences, from raw keys, in tiles that are near. work_s [4, 16]: w;
     keys_s [4 slices of channels, tile, channel]: k_e. What is taken at f knows of no token behind it."""
     row = gl.arange(0, 16, layout=ROW1)[None, :, None]
     col = gl.arange(0, 16, layout=COL1)[None, None, :]
     end = gl.minimum(n - 16 * gl.arange(0, 4, layout=TILE), 16)[:, None, None] - 1
-    near = near_s.reshape([4, 16]).load(COL)[:, None, :] > NEAR * col.to(gl.float32)
-    near = near & (col > 0) & (b_s.reshape([4, 16]).load(COL)[:, None, :] > WEAK)
+    near = (marks_s.reshape([4, 16]).load(COL)[:, None, :] > 0) & (col >= FIRST)
+    near = near & (b_s.reshape([4, 16]).load(COL)[:, None, :] > WEAK)
     near_f = gl.where(near & (col == end - 1) & (row < end - 1), 1.0, 0.0)
     near_e = gl.where(near & (col == end) & (row == end - 1), 1.0, 0.0)
     seen = _seen_from(n)

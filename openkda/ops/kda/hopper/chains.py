@@ -7,9 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from openkda.ops.kda.hopper.factors import FLAT1, barriers
+from openkda.ops.kda.hopper.instructions import let_dependents_start
 
 LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LENTRY = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+MARKS = gl.constexpr(4 + 4 * 1024)  # behind the counter and the ranks of the longest pack: four marks a ticket
 
 
 @gluon.jit
@@ -64,6 +66,7 @@ def write_ranks(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
 @gluon.jit(do_not_specialize=["n_seqs"])
 def kda_ranks_kernel(ranks_ptr, cu_ptr, n_seqs, NP: gl.constexpr):
     """For `kda_forward_kernel`: a counter of tickets, and 16 bytes behind it the ranks."""
+    let_dependents_start()
     write_ranks(ranks_ptr + 4, cu_ptr, n_seqs, NP)
     gl.store(ranks_ptr, 0)
 
@@ -78,6 +81,22 @@ def chain(ranks_ptr, ticket, chains, HV, T, VARLEN: gl.constexpr):
     else:
         entry = gl.where(i == 0, seq, gl.where(i == 2, seq * T, gl.where(ticket < chains, T, -1)))
     return gl.where(i == 1, ticket % HV, entry)
+
+
+@gluon.jit
+def marked(ranks_ptr, ticket, chains, step):
+    """The first of the tickets ticket, ticket + step, .. that has a mark; `chains` if none has."""
+    i = gl.arange(0, 128, layout=LENTRY)
+    found = ticket * 0 + chains
+    while ticket < chains:
+        at = ticket + i * step
+        some = at < chains
+        mark = gl.full([128], 0, gl.int32, LENTRY)
+        for tile in gl.static_range(4):
+            mark |= gl.load(ranks_ptr + MARKS + at * 4 + tile, mask=some, other=0)
+        found = gl.min(gl.where(mark != 0, at, chains), axis=0)
+        ticket = gl.where(found < chains, chains, ticket + 128 * step)
+    return found
 
 
 @gluon.jit

@@ -29,13 +29,14 @@ from openkda.ops.kda.hopper.chains import turns
 from openkda.ops.kda.hopper.factors import FLAT1, FLAT2, S64, barriers
 from openkda.ops.kda.hopper.fused_factors import gate_partition, score_partition
 from openkda.ops.kda.hopper.fused_state import fused_state_partition
+from openkda.ops.kda.hopper.instructions import let_dependents_start
 from openkda.ops.kda.hopper.state import S128
 
 GATES, STATES = gl.constexpr(80), gl.constexpr(152)  # registers a thread; scores get what is left of 512: 128
 
 
 @gluon.jit
-def allocate(NEAR: gl.constexpr = False):
+def allocate():
     """Shared memory and barriers of a CTA."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
@@ -65,27 +66,31 @@ def allocate(NEAR: gl.constexpr = False):
     v1 = (v1_s, barriers(1, 1))
     fence_async_shared()
     stages = (q_s, k_s, g_s, kc_s)
-    hand = (h_s, e1_s, n_s, b_s)
-    if NEAR:  # besides, tile sums and nearness of every other chunk; what chunks of near keys need in scores
-        sums_s = gl.allocate_shared_memory(gl.float32, [2, 512], FLAT1)
-        near_s = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT1)
-        work_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
-        rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
-        keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
-        hand = (h_s, e1_s, n_s, b_s, sums_s, near_s, (work_s, rows_s, keys_s))  # type: ignore[assignment]
+    # tile sums and marks of every other chunk; what chunks of near keys need in scores
+    sums_s = gl.allocate_shared_memory(gl.float32, [2, 512], FLAT1)
+    marks_s = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT1)
+    work_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
+    rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
+    keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
+    hand = (h_s, e1_s, n_s, b_s, sums_s, marks_s, (work_s, rows_s, keys_s))
     gate_bars = ((qk_full, g_full), ready, hand_free, free)
     score_bars = (ready, kq_ready, lm_ready, hand_free)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)
     return stages, hand, (c2_s, sends_s), (dec_s, b_s), (v0, v1), (gate_bars, score_bars, state_bars)
 
 
-@gluon.jit(do_not_specialize=["T", "chains"])
+@gluon.jit(do_not_specialize=["T", "chains", "again"])
 def kda_forward_kernel(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
-    HV, groups, T, chains, scale, bound,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, NEAR: gl.constexpr,
+    HV, groups, T, chains, scale, bound, again,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
-    stages, hand, own, others, values, bars = allocate(NEAR)
+    """again: behind a launch without, launched beside it: once more the chains that had tiles of near keys, which apart.py
+    treats. All other chunks come out with the same bits. A number, for the code of another kernel would first have to come
+    from memory: 18 us."""
+    if again == 0:
+        let_dependents_start()
+    stages, hand, own, others, values, bars = allocate()
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], groups)
     places = turns(3)
@@ -93,9 +98,9 @@ def kda_forward_kernel(
     entering = s0_ptr if STATE_IN == 1 else dt_ptr  # read by nobody then
     gl.warp_specialize(
         [
-            (score_partition, (stages, hand, bars[1], places, NEAR)),
+            (score_partition, (stages, hand, bars[1], places, again)),
             (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
-                              bars[0], places, chains, T, groups, HV, scale, bound, VARLEN, NEAR)),
+                              bars[0], places, chains, T, groups, HV, scale, bound, again, VARLEN)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(0), STATE_IN, STATE_OUT)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, sends, bars[2], places,

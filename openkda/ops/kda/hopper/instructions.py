@@ -73,8 +73,15 @@ def let_dependents_start():
 
 
 @gluon.jit
+def wait_for_the_kernel_before():
+    """In a kernel launched beside the one before it: goes on when that one is done and all it wrote can be read. Otherwise
+    nothing."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def end_after_the_kernel_before():
     """The last program of a kernel launched beside the one before it ends behind that one: what follows in the stream waits for
     both. Otherwise nothing."""
     if gl.program_id(0) == gl.num_programs(0) - 1:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        wait_for_the_kernel_before()

@@ -29,12 +29,13 @@ from triton.runtime import driver
 
 from openkda.ops.kda.hopper import BOUNDED
 from openkda.ops.kda.hopper.backward import REGISTERS
-from openkda.ops.kda.hopper.chains import kda_ranks_kernel
+from openkda.ops.kda.hopper.chains import MARKS, kda_ranks_kernel
 from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.levels import kda_prepare_levels_kernel
 from openkda.ops.kda.hopper.merge import merge_segments_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
 from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
+from openkda.ops.kda.hopper.scan_norm import kda_normed_scan_kernel
 from openkda.ops.kda.hopper.schedule import (
     CHUNK,
     PADDED,
@@ -58,9 +59,7 @@ _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MERGED_COLUMNS, _MERGING_WARPS = 16, 8
 APART = True
-"""Whether chunks of nearly parallel keys get another basis (apart.py), in two passes and segments."""
-NEAR_PACKS = False
-"""The same in the fused kernel, which then takes 8 to 10 % longer for all keys."""
+"""Whether chunks of nearly parallel keys get another basis (apart.py)."""
 _ROW_BYTES, _QUARTER_BYTES = 3 * 64 * 128 * 2, 6 * 32 * 32 * 2
 _OPTIONS = {"num_warps": 4}
 _MOST_COMPILED = 4096
@@ -84,6 +83,15 @@ Memory = Tensor | _Place
 
 
 @dataclass(slots=True)
+class Norm:
+    """The gated RMSNorm behind: gate [B, T, HV, 128] bfloat16, rows may be strided; weight [128] float32."""
+
+    gate: Tensor
+    weight: Tensor
+    eps: float
+
+
+@dataclass(slots=True)
 class _Problem:
     q: Tensor
     k: Tensor
@@ -98,6 +106,7 @@ class _Problem:
     gate: int = BOUNDED
     workspaces: list[Tensor] | None = None
     """Receives the memory that the kernels use besides."""
+    norm: Norm | None = None
 
     def uses(self, workspace: Tensor) -> None:
         if self.workspaces is not None:
@@ -106,7 +115,8 @@ class _Problem:
     def begin(self, tokens: int) -> _Problem:
         """The first tokens of every sequence."""
         q, k, v, g, beta = (x[:, :tokens] for x in (self.q, self.k, self.v, self.g, self.beta))
-        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None)
+        norm = None if self.norm is None else replace(self.norm, gate=self.norm.gate[:, :tokens])
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None, norm=norm)
 
     @property
     def tokens(self) -> int:
@@ -141,23 +151,27 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, *, scale: float,
     lower_bound: float, initial_state: Tensor | None = None, final_state: bool = False,
     cu_seqlens: Tensor | None = None, gate: int = BOUNDED, schedule: Schedule | None = None,
-    workspaces: list[Tensor] | None = None,
+    workspaces: list[Tensor] | None = None, norm: Norm | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output [B, T, HV, 128] and the float32 final states [N, HV, 128, 128] or None.
 
     q, k, v, g: [B, T, heads, 128] bfloat16, rows may be strided. beta [B, T, HV] any float, a_log [HV] and dt_bias
     [HV * 128] float32, initial_state [N, HV, 128, 128] float32, cu_seqlens [N + 1] int32 or int64: contiguous.
     gate: 2 bounded, 1 softplus, 0 log decays in g (`triton.launch.Args`); the last two have no bound and no fused schedule.
-    schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`.
+    schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`. norm: of the output, which two
+    passes alone can do.
     """
     if v.device.index != torch.cuda.current_device():
         with torch.cuda.device(v.device):
             return forward(
                 q, k, v, g, beta, a_log, dt_bias, scale=scale, lower_bound=lower_bound, initial_state=initial_state,
                 final_state=final_state, cu_seqlens=cu_seqlens, gate=gate, schedule=schedule, workspaces=workspaces,
+                norm=norm,
             )  # fmt: skip
+    if norm is not None:
+        norm, schedule = replace(norm, gate=_rows(norm.gate)), "two_pass"
     p = _Problem(
-        _rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens, gate, workspaces,
+        _rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens, gate, workspaces, norm,
     )  # fmt: skip
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (p.sequences, p.heads, 128, 128)
@@ -177,13 +191,15 @@ def forward(
 def _compile_ahead(p: _Problem, s0: Tensor | None, st: Tensor | None) -> None:
     """At the first call of a kind the kernels of all schedules, and for dense calls those of `SHORT` ones."""
     packed = p.cu_seqlens is not None
-    optional = (p.cu_seqlens, s0, st)
+    optional = (p.cu_seqlens, s0, st, None if p.norm is None else p.norm.weight)
     kind = (p.index, p.gate, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
     if not first_of_kind(("hopper", kind), p.q.device):
         return
     few = p.begin(min(p.tokens, CHUNK))
     o = few.v.new_empty(few.v.shape)
     plans: list[Callable[[], object]] = [lambda: _two_pass(few, s0, st, o)]
+    if p.norm is not None:  # all others are for calls without
+        return compile_ahead(p.q.device, *plans, *(() if packed else (lambda: _windows(few, s0, st, o, (Window(1, False),) * 2),)))
     if p.gate == BOUNDED:
         plans.append(lambda: _fused(few, s0, st, o))
     if not packed:
@@ -344,11 +360,20 @@ def _scan(
     ranges: int = 1, split: bool | None = None, beside: bool = False,
 ) -> None:  # fmt: skip
     """One pass over n ranges of `length` tokens from token `first` on (or the pack's), from s0, writing o and, where wanted,
-    to st the states of sequences, which are cut into `ranges` each. split: value channels by halves. beside: the next launch
-    may begin meanwhile."""
+    to st the states of sequences, which are cut into `ranges` each. split: value channels by halves, where no norm is asked for.
+    beside: the next launch may begin meanwhile."""
     cu, hv = p.cu_seqlens, p.heads
     block = [CHUNK, 64]
     decay = w.decay
+    if p.norm is not None:
+        _launch(
+            kda_normed_scan_kernel, (n * hv, 1),
+            (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF), _tiles(p.norm.gate, block, _HALF)),
+            (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st, p.norm.weight), (hv,),
+            (length, p.q.shape[0] * p.tokens, first, int(s0 is not None), 0 if st is None else ranges, int(beside), p.norm.eps),
+            (cu is not None,), p.index,
+        )  # fmt: skip
+        return
     sms = _sm_count(p.index)
     split = is_split(n * hv, sms) if split is None else split
     for halves in {is_split(hv, sms), False} if planning.jobs is not None else {split}:
@@ -432,17 +457,18 @@ def _segments(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor, coun
 def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
     n, hv, cu = p.sequences, p.heads, p.cu_seqlens
     block, half = [CHUNK, 128], [CHUNK, 64]
-    ranks: Tensor = o
+    ranks = torch.empty(MARKS.value + 4 * n * hv, dtype=torch.int32, device=o.device)
+    p.uses(ranks)
     if cu is not None:
-        ranks = torch.empty(4 + 4 * PADDED[-1], dtype=torch.int32, device=o.device)
-        p.uses(ranks)
         for padded in _vectors(p):
             _launch(kda_ranks_kernel, (1, 1), (), (ranks, cu), (), (n,), (padded,), p.index)
-    _launch(
-        kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
-        (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
-         _tiles(o, half, _HALF)),
-        (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
-        (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound),
-        (0 if s0 is None else 1, st is not None, cu is not None, NEAR_PACKS), p.index,
-    )  # fmt: skip
+    for again in (0, 1) if APART else (0,):
+        options = {"launch_pdl": True} if again or cu is not None else {}
+        _launch(
+            kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
+            (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
+             _tiles(o, half, _HALF)),
+            (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
+            (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound, again),
+            (0 if s0 is None else 1, st is not None, cu is not None), p.index, **options,
+        )  # fmt: skip

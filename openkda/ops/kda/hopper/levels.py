@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_nearness, are_near, places_in
+from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_marks, are_near, places_in, store_marks
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     A2H,
@@ -202,8 +202,8 @@ def _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, N
     q_s, k_s, g_s = raw
     kc_s = work[0]
     if NEAR:
-        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
-        _difference_columns(g_s, k_s, rk, b_s, near_s, kc_s, work_s, keys_s, n)
+        marks_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        _difference_columns(g_s, k_s, rk, b_s, marks_s, kc_s, work_s, keys_s, n)
     ld, md = _inside_tiles(q_s, k_s, g_s, rq, rk)
     # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
     la, l0, l1, ma, m0, m1 = _between_tiles(raw, rq, rk, work, kt_s, qt_s)
@@ -246,10 +246,10 @@ def _chunk(
         rk = _rsqrt(_square_norm(k_s) + 1e-6)
         store_norms(norm_ptr, rk, rq, n)
     else:
-        near_s = places_in(inversion[2])[0]
-        norm, near = _norm_and_nearness(k_s)
+        marks_s = places_in(inversion[2])[0]
+        norm, marks = _norm_and_marks(k_s)
         rk = _rsqrt(norm + 1e-6)
-        near_s.reshape([4, 16]).store(near * rk * rk)
+        store_marks(marks_s, marks)
     rq = scale * rq
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)
@@ -258,7 +258,7 @@ def _chunk(
     if NORMS:
         low, m = _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(False))
     else:
-        if are_near(near_s, n):
+        if are_near(marks_s, n):
             low, m = _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(True))
         else:
             low, m = _level_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(False))

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_nearness, are_near, places_in
+from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_marks, are_near, places_in, store_marks
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     CUT,
@@ -159,8 +159,8 @@ def _prepare_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion,
     """Everything scaled by rows, Kh, and the parts of L and M; NEAR: of keys that are nearly one direction (apart.py)."""
     kc_s = work[0]
     if NEAR:
-        near_s, work_s, rows_s, keys_s = places_in(inversion[2])
-        _difference_columns(raw[2], raw[1], rk, b_s, near_s, kc_s, work_s, keys_s, n)
+        marks_s, work_s, rows_s, keys_s = places_in(inversion[2])
+        _difference_columns(raw[2], raw[1], rk, b_s, marks_s, kc_s, work_s, keys_s, n)
     # Operands replace the raw tiles slice by slice; a warp reads and writes its own 16 rows only.
     acc = _scores(raw, rq, rk, work, kt_s, qt_s)
     _rescale_columns(kc_s, ck_s)
@@ -206,10 +206,10 @@ def _prepare_chunk(
         _clean(q_s, n, 0.0)
     rq = _rsqrt(_square_norm(q_s) + 1e-6)
     if APART:
-        near_s = places_in(inversion[2])[0]
-        norm, near = _norm_and_nearness(k_s)
+        marks_s = places_in(inversion[2])[0]
+        norm, marks = _norm_and_marks(k_s)
         rk = _rsqrt(norm + 1e-6)
-        near_s.reshape([4, 16]).store(near * rk * rk)
+        store_marks(marks_s, marks)
     else:
         rk = _rsqrt(_square_norm(k_s) + 1e-6)
     if NORMS:
@@ -222,7 +222,7 @@ def _prepare_chunk(
     raw, work = (q_s, k_s, g_s), (kc_s, e1_s, xb_s, fk_s)
     # Two copies, or what is seldom run would stand between what always is.
     if APART:
-        if are_near(near_s, n):
+        if are_near(marks_s, n):
             low, m = _prepare_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(True))
         else:
             low, m = _prepare_scores(raw, rq, rk, work, kt_s, qt_s, ck_s, b_s, n, t_s, inversion, gl.constexpr(False))
