@@ -33,7 +33,7 @@ BOUNDED = 2
 SHORT = 16
 """Dense calls of at most this many tokens are left to the token-by-token kernel."""
 SCALES = 2.0**-10, 2.0**12
-"""Queries and scores are float16 with the scale inside. At 1e-3 the output's error is 1.8e-3 as at 1, at 1e-4 5e-3, at 1e-6 0.4."""
+"""Queries and scores are float16 with the scale inside. At 1e-3 the output is 1.8e-3 off as at 1, at 1e-4 5e-3, at 1e-6 0.4."""
 
 
 def refusals(call: KDACall) -> list[str]:
