@@ -100,8 +100,9 @@ def kda(
             The arithmetic on the state is float32 (float64) in any case.
         recompute: of a call that autograd records on a GPU, whether the backward computes chunks and states again (True) or
             finds them kept by the forward (False), 7.7 times the bytes of q in 16 bits (Hopper 3.9). None computes again. A
-            matter of time and memory, not of results beyond rounding. Nothing is kept of calls with state_positions or
-            under torch.compile; on a CPU it means nothing.
+            matter of time and memory, not of results beyond rounding; but on Hopper the output and states of what is kept
+            lack the treatment of keys of nearly one direction (docs/capabilities.md), gradients are the same bits. Nothing
+            is kept of calls with state_positions or under torch.compile; on a CPU it means nothing.
         check_inputs: also check values: finite, g <= 0 without a gate, beta in [0, 1], keys of length <= 1, cu_seqlens, slots
             and positions in range. On a GPU this waits for the device. Without it such inputs give wrong or infinite
             numbers, not an error: switch it on while you build.

@@ -1,6 +1,8 @@
 """The Hopper forward that keeps its prepared chunks, 3.9 times a 16-bit input, for the backward (`recompute=False`).
 
-The chunks are those that the backward's walks prepare otherwise, so the walks of both directions read the same operands.
+The chunks are those that the backward's walks prepare otherwise, so the walks of both directions read the same operands: T, M
+and Kh of the tokens' own U, not those of apart.py, whose U' = A U the gradients' products would have to turn back without
+knowing A. So of keys of nearly one direction output and state are less accurate here (docs/capabilities.md).
 """
 
 from __future__ import annotations
