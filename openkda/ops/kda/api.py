@@ -105,7 +105,8 @@ def kda(
             is kept of calls with state_positions or under torch.compile; on a CPU it means nothing.
         check_inputs: also check values: finite, g <= 0 without a gate, beta in [0, 1], keys of length <= 1, cu_seqlens, slots
             and positions in range. On a GPU this waits for the device. Without it such inputs give wrong or infinite
-            numbers, not an error: switch it on while you build.
+            numbers, not an error, and offsets, slots and positions out of range reach memory of others: switch it on while
+            you build.
         impl: None chooses and logs why under "openkda.ops.kda"; "hopper", "triton", "triton_exact", "chunkwise" or "reference"
             never falls back: it raises NotImplementedError with every reason. "triton_exact" is never chosen: it is for keys
             of nearly one direction. What each can do: docs/capabilities.md.
