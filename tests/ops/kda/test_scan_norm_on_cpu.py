@@ -1,5 +1,5 @@
-"""The scan that norms its output, on a CPU: its own source against the plain scan and the norm behind it, and no two roles touch a
-byte in no order."""
+"""The scan that norms its output, on a CPU: its own source against the plain scan and a norm, and no two roles touch a byte in
+no order."""
 
 from __future__ import annotations
 

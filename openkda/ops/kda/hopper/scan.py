@@ -151,8 +151,8 @@ def scan_partition(
     v_s: four tiles, for values on their way, values, outputs and outputs on their way. STATE_IN: 0 zeros, 1 number n_seq of
     s0_ptr (zeros if negative), 2 the identity. The state that leaves is number out_seq of st_ptr, not written if negative.
     VALUES=False takes v = 0, OUTPUT=False writes no o: from the identity the two give the transition matrix of the whole range.
-    HAND: what to do with o is another role's affair (scan_norm.py), told by a third barrier of bars, which tells by a fourth that
-    its tile is free.
+    HAND: another role sees to o (scan_norm.py). It hears of it at a third barrier of bars and says at a fourth that its tile is
+    free.
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
     v_full, operand_bars = bars[0], bars[1]

@@ -3,11 +3,11 @@
     y = o / sqrt(mean_v(o^2) + eps) * weight * sigmoid(gate)
 
 o is bfloat16 before the norm, as in `gated_rms_norm(kda(..))`, and lies in shared memory anyway, on its way out of the
-accumulators: so the norm's own warpgroup takes both halves' tiles from there, puts y in their place and sends it off. A state
-warpgroup has no more to do than without a norm (it sends nothing off itself), and nothing of this stands in the chain of R, U, S.
+accumulators: so a warpgroup for the norm takes both halves' tiles from there, puts y in their place and sends it off. State
+warpgroups have less to do than without a norm, for they send nothing off, and nothing of this is in the chain of R, U and S.
 
     states   c       write o of c - 1, then R, U, S, O of c               two warpgroups, 64 value channels each
-    norm     c - 1   o -> y in place, y leaves; the gate of c + 1 comes   all 128 channels of a token: 8 threads, 16 channels each
+    norm     c - 1   o -> y in place, y leaves; the gate of c + 1 comes   a token: 8 threads, 16 channels each
     loader   c + 1   operands
 
 Values of chunk c + 2 come where o of c - 2 was, which the norm has had a chunk's time for.

@@ -28,6 +28,10 @@ _SCAN_US = {True: 1.57, False: 2.09}
 """A chunk of a chain by halves of its value channels or whole."""
 _PREPARE_MEMORY_US, _SCAN_MEMORY_US, _HALVES_MEMORY_US = 0.0286, 0.0236, 0.0279
 """A chunk and head cannot be read and written faster, on however many SMs; halves read operands twice."""
+_NORMED_US, _NORMED_MEMORY_US = 2.2, 0.0277
+"""The scan's chunk with the norm of its output in it, which reads 16 KB more."""
+_NORM_US, _NORM_START_US = 0.0121, 3.0
+"""The norm by itself, a chunk and head; a launch."""
 _ENDS_US, _ENDS_MORE_US, _ENDS_MOST_US = 0.23, 0.0218, 1.63
 """Both ends of a segment's chunk, more for each other program."""
 _MERGE_US, _CUT_US = 3.0, 20.5
@@ -146,38 +150,68 @@ def _scan_us(split: bool, chains: int) -> float:
     return max(_SCAN_US[split], (_HALVES_MEMORY_US if split else _SCAN_MEMORY_US) * chains)
 
 
-@lru_cache(4096)
 def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True) -> Schedule:
     """tokens: T of the call. sequences: B, or the members of the pack. heads: value heads. sms: of the device. fusible: the
     fused kernel, which knows the bounded gate only, may be taken."""
+    return cheapest(tokens, sequences, heads, packed, sms, fusible)[0]
+
+
+@lru_cache(4096)
+def cheapest(
+    tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True
+) -> tuple[Schedule, float]:
+    """What `choose` chooses, and its microseconds (0: nothing else would fit)."""
     work, chains = slots(tokens, sequences, packed) * heads, sequences * heads
-    # Of a pack's lengths the host knows the sum: the longest is taken to be twice the mean.
-    longest = ceil_div(tokens, CHUNK)
-    if packed:
-        longest = min(longest, 2 * slots(tokens, sequences, packed) // sequences)
-    fused = _FUSED_US * _makespan(work, longest, chains, sms, packed) + _FUSED_START_US if fusible else float("inf")
+    longest = _longest(tokens, sequences, packed)
     if not fits_workspace(work):
-        return "two_pass" if not packed and sequences == 1 else "fused"
-    preparing = _PREPARE_US * work / sms + _PREPARE_START_US
-    split = is_split(chains, sms)
-    scan = max(
-        _scan_us(split, min(chains, sms)) * _makespan(work, longest, chains, sms, packed), _SCAN_MEMORY_US * work
-    )
-    two_pass = preparing + scan
+        return "two_pass" if not packed and sequences == 1 else "fused", 0.0
+    fused = _FUSED_US * _makespan(work, longest, chains, sms, packed) + _FUSED_START_US if fusible else float("inf")
+    two_pass = _two_pass_us(tokens, sequences, heads, packed, sms)
+    best: tuple[Schedule, float] = ("fused", fused) if fused < two_pass else ("two_pass", two_pass)
     if packed:
-        return "fused" if fused < two_pass else "two_pass"
-    if sequences == 1:
-        plan = windows(longest, heads, sms)
-        two_pass = windows_us(plan, heads, sms)
-    best: Schedule = "fused" if fused < two_pass else "two_pass"
-    least = _WORTH * min(fused, two_pass)
+        return best
+    least = _WORTH * best[1]
     for count in range(2, min(sms // chains, longest) + 1):
         length = ceil_div(longest, count)
         if ceil_div(longest, length) == count and (sequences == 1 or tokens % (length * CHUNK) == 0):
             cost = segments_us(longest, sequences, count, heads, sms)
             if cost < least:
-                best, least = ("segments", count), cost
+                best, least = (("segments", count), cost), cost
     return best
+
+
+def _longest(tokens: int, sequences: int, packed: bool) -> int:
+    """Chunks of the longest sequence. Of a pack's lengths the host knows the sum: it is taken to be twice the mean."""
+    longest = ceil_div(tokens, CHUNK)
+    return min(longest, 2 * slots(tokens, sequences, packed) // sequences) if packed else longest
+
+
+def _two_pass_us(tokens: int, sequences: int, heads: int, packed: bool, sms: int) -> float:
+    work, chains = slots(tokens, sequences, packed) * heads, sequences * heads
+    longest = _longest(tokens, sequences, packed)
+    if not packed and sequences == 1:
+        return windows_us(windows(longest, heads, sms), heads, sms)
+    span = _makespan(work, longest, chains, sms, packed)
+    scan = max(_scan_us(is_split(chains, sms), min(chains, sms)) * span, _SCAN_MEMORY_US * work)
+    return _PREPARE_US * work / sms + _PREPARE_START_US + scan
+
+
+@lru_cache(4096)
+def norm_pays(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True) -> bool:
+    """Whether two passes whose scan norms the output beat the cheapest schedule with a norm behind it; sizes as in `choose`.
+    The scan has all value channels of a token in one program then, and reads a gate besides."""
+    work, chains = slots(tokens, sequences, packed) * heads, sequences * heads
+    if is_split(chains, sms):
+        return False
+    if not fits_workspace(work):
+        return not packed and sequences == 1
+    span = _makespan(work, _longest(tokens, sequences, packed), chains, sms, packed)
+    step = max(_NORMED_US, _NORMED_MEMORY_US * min(chains, sms))
+    more = max(step * span, _NORMED_MEMORY_US * work) - max(
+        _scan_us(False, min(chains, sms)) * span, _SCAN_MEMORY_US * work
+    )
+    one = _two_pass_us(tokens, sequences, heads, packed, sms) + more
+    return one < cheapest(tokens, sequences, heads, packed, sms, fusible)[1] + _NORM_US * work + _NORM_START_US
 
 
 def segments_us(chunks: int, sequences: int, count: int, heads: int, sms: int) -> float:
