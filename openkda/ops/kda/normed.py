@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openkda.ops.device.api import Repeated
+from openkda.ops.device.api import Repeated, is_watched
 from openkda.ops.kda.call import KDACall, KDAOutput
 from openkda.ops.kda.gate import Gate
 from openkda.ops.kda.validate import validate
@@ -104,9 +104,9 @@ def kda_normed(
 
 def _may_be_one(c: KDACall) -> bool:
     """What can be seen at a glance, so that no other call is any slower."""
-    if not isinstance(c.v, Tensor) or not c.v.is_cuda or c.v.dim() != 4 or torch.is_grad_enabled():
+    if not isinstance(c.v, Tensor) or not c.v.is_cuda or c.v.dim() != 4 or torch.is_grad_enabled() or is_watched():
         return False
-    sequences = c.v.shape[0] if c.cu_seqlens is None else len(c.cu_seqlens) - 1
+    sequences = c.cu_seqlens.numel() - 1 if isinstance(c.cu_seqlens, Tensor) else c.v.shape[0]
     return sequences * c.v.shape[2] >= FEWEST_CHAINS
 
 
