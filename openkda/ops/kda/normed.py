@@ -29,8 +29,9 @@ log = logging.getLogger("openkda.ops.kda")
 IMPLEMENTATIONS = ("hopper", "separate")
 """In order of preference. Each is a module with `refusals(call)` and `run(call, key)`."""
 
-FEWEST_CHAINS = 67
-"""Sequences times value heads from which on a processor holds all value channels of a token (H100 and H200 have 132)."""
+FEWEST_CHAINS = 40
+"""Sequences times value heads. With fewer each half of the value channels has a processor of its own, and one op saves a launch
+at most."""
 
 CALLS = Repeated()
 
