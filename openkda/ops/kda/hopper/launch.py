@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -113,10 +113,9 @@ class _Problem:
             self.workspaces.append(workspace)
 
     def begin(self, tokens: int) -> _Problem:
-        """The first tokens of every sequence."""
+        """The first tokens of every sequence, without a norm."""
         q, k, v, g, beta = (x[:, :tokens] for x in (self.q, self.k, self.v, self.g, self.beta))
-        norm = None if self.norm is None else replace(self.norm, gate=self.norm.gate[:, :tokens])
-        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None, norm=norm)
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None, norm=None)
 
     @property
     def tokens(self) -> int:
@@ -158,8 +157,8 @@ def forward(
     q, k, v, g: [B, T, heads, 128] bfloat16, rows may be strided. beta [B, T, HV] any float, a_log [HV] and dt_bias
     [HV * 128] float32, initial_state [N, HV, 128, 128] float32, cu_seqlens [N + 1] int32 or int64: contiguous.
     gate: 2 bounded, 1 softplus, 0 log decays in g (`triton.launch.Args`); the last two have no bound and no fused schedule.
-    schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`. norm: of the output, which two
-    passes alone can do.
+    schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`. norm: of the output, by
+    two passes, whatever the schedule.
     """
     if v.device.index != torch.cuda.current_device():
         with torch.cuda.device(v.device):
@@ -189,21 +188,22 @@ def forward(
 
 
 def _compile_ahead(p: _Problem, s0: Tensor | None, st: Tensor | None) -> None:
-    """At the first call of a kind the kernels of all schedules, and for dense calls those of `SHORT` ones."""
+    """At the first call of a kind the kernels of all schedules, also with a norm where no gradients are recorded, and for dense
+    calls those of `SHORT` ones."""
     packed = p.cu_seqlens is not None
-    optional = (p.cu_seqlens, s0, st, None if p.norm is None else p.norm.weight)
-    kind = (p.index, p.gate, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
+    recorded = torch.is_grad_enabled()
+    dtypes = (None if t is None else t.dtype for t in (p.cu_seqlens, s0, st))
+    kind = (p.index, p.gate, p.beta.dtype, *p.q.shape[2:], p.heads, recorded, *dtypes)
     if not first_of_kind(("hopper", kind), p.q.device):
         return
     few = p.begin(min(p.tokens, CHUNK))
+    both = [few] if recorded else [few, replace(few, norm=Norm(few.v, p.a_log, 1.0))]
     o = few.v.new_empty(few.v.shape)
-    plans: list[Callable[[], object]] = [lambda: _two_pass(few, s0, st, o)]
-    if p.norm is not None:  # all others are for calls without
-        return compile_ahead(p.q.device, *plans, *(() if packed else (lambda: _windows(few, s0, st, o, (Window(1, False),) * 2),)))
+    plans: list[Callable[[], object]] = [partial(_two_pass, form, s0, st, o) for form in both]
     if p.gate == BOUNDED:
         plans.append(lambda: _fused(few, s0, st, o))
     if not packed:
-        plans.append(lambda: _windows(few, s0, st, o, (Window(1, False),) * 2))
+        plans += [partial(_windows, form, s0, st, o, (Window(1, False),) * 2) for form in both]
     if not packed and 2 * p.heads <= _sm_count(p.index):  # see `choose`
         plans.append(lambda: _segments(few, s0, st, o, 1))
     if not packed:
@@ -360,7 +360,7 @@ def _scan(
     ranges: int = 1, split: bool | None = None, beside: bool = False,
 ) -> None:  # fmt: skip
     """One pass over n ranges of `length` tokens from token `first` on (or the pack's), from s0, writing o and, where wanted,
-    to st the states of sequences, which are cut into `ranges` each. split: value channels by halves, where no norm is asked for.
+    to st the states of sequences, which are cut into `ranges` each. split: value channels by halves, without a norm.
     beside: the next launch may begin meanwhile."""
     cu, hv = p.cu_seqlens, p.heads
     block = [CHUNK, 64]
@@ -388,7 +388,7 @@ def _scan(
 
 def _two_pass(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
     if p.cu_seqlens is None and p.q.shape[0] == 1 and planning.jobs is None:
-        plan = windows(ceil_div(p.tokens, CHUNK), p.heads, _sm_count(p.index))
+        plan = windows(ceil_div(p.tokens, CHUNK), p.heads, _sm_count(p.index), p.norm is not None)
         if len(plan) > 1:
             return _windows(p, s0, st, o, plan)
     return _scan(p, _prepare(p), s0, st, o, n=p.sequences, length=p.tokens)
