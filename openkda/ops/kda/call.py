@@ -77,6 +77,11 @@ class KDACall:
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
     @property
+    def is_pack(self) -> bool:
+        """Whether sequences begin where only the device knows; one alone is the whole row."""
+        return self.cu_seqlens is not None and self.num_sequences > 1
+
+    @property
     def keeps(self) -> bool:
         """Whether the forward shall keep what the backward needs of chunks and states (`recompute` of `kda`). Never with states
         at chosen positions, whose backward cuts chunks elsewhere."""

@@ -53,6 +53,23 @@ def test_windows_change_no_bit(monkeypatch: pytest.MonkeyPatch, gate: str, fits:
     assert fits or same(run(monkeypatch, x, "two_pass", (4, 2), beside=False)[0], whole)
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_a_pack_of_one_is_its_sequence(monkeypatch: pytest.MonkeyPatch, gate: str) -> None:
+    """What a server sends for one prompt: in windows or segments, which packs cannot be cut into; and beyond the workspace."""
+    x = make_inputs(7, lengths=(330,), gate=gate, decay="random", **OPTIONS).to(dtype=torch.bfloat16)
+    y = x.to()
+    del y.options["cu_seqlens"]
+    assert x.options["cu_seqlens"].tolist() == [0, 330]
+    for kind, plan, kernels in (
+        ("two_pass", (2, 4), "prepare scan prepare scan"),
+        (("segments", 3), (), "prepare ends prepare merge scan"),
+    ):
+        found, names = run(monkeypatch, x, kind, plan)
+        assert names == kernels and same(found, run(monkeypatch, y, kind, plan)[0])
+    monkeypatch.setattr(schedule, "WORKSPACE", 4 * 2 * schedule.SLOT_BYTES)
+    assert same(run(monkeypatch, x, "two_pass", (2, 2, 2))[0], run(monkeypatch, y, "two_pass", (2, 2, 2))[0])
+
+
 @pytest.mark.parametrize("batch, T, count, tail", [(1, 330, 3, " prepare"), (1, 129, 2, " prepare"), (2, 256, 2, "")])
 def test_segments_against_the_loop(monkeypatch: pytest.MonkeyPatch, batch: int, T: int, count: int, tail: str) -> None:
     """Of one sequence the last segment is prepared beside the ends of the others; its scan gives the final state."""

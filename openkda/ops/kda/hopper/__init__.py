@@ -114,8 +114,8 @@ _INSTALLED_RELEASE = _triton_release()  # read once, and not where torch.compile
 def _option_refusals(call: KDACall) -> list[str]:
     reasons = []
     B, T, HV = call.v.shape[:3]
-    work = HV * slots(T, call.num_sequences, call.cu_seqlens is not None)
-    if kind_of(call.gate) != BOUNDED and (B > 1 or call.cu_seqlens is not None) and not fits_workspace(work):
+    work = HV * slots(T, call.num_sequences, call.is_pack)
+    if kind_of(call.gate) != BOUNDED and (B > 1 or call.is_pack) and not fits_workspace(work):
         reasons.append(f"the bounded gate or one sequence or at most 2 GB of prepared chunks, received {work} chunks")
     if not call.use_qk_l2norm:
         reasons.append("use_qk_l2norm=True (float16 operands need unit keys)")

@@ -167,6 +167,8 @@ def forward(
                 final_state=final_state, cu_seqlens=cu_seqlens, gate=gate, schedule=schedule, workspaces=workspaces,
                 norm=norm,
             )  # fmt: skip
+    if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # [0, T]: that sequence, which may be cut
+        cu_seqlens = None
     if norm is not None:
         norm, schedule = replace(norm, gate=_rows(norm.gate)), "two_pass"
     p = _Problem(
