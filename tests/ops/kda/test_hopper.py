@@ -111,7 +111,7 @@ def test_programs_that_walk(lengths: tuple[int, ...], monkeypatch: pytest.Monkey
 @needs_hopper
 @pytest.mark.parametrize("sms", [3, 132])
 def test_some_chains_of_a_pack_are_walked_again(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with near keys in their first, middle, last or no tile: two passes, which walk nothing twice, give the same bits."""
+    """Those with near keys, be it in one tile: two passes, which walk nothing twice, give the same bits."""
     from openkda.ops.kda.hopper import launch
 
     lengths = (70, 0, 200, 131, 64, 9, 330, 1, 128)
@@ -354,7 +354,7 @@ def _signature() -> dict[str, str]:
     named |= {n: "*fp32" for n in (*floats, "m_ptr", "l_ptr", "init_ptr")}
     named["k_ptr"] = "*bf16"
     sizes = ("T", "rows", "first", "HV", "groups", "k_row", "n_seqs", "segments", "chains")
-    return named | {n: "i32" for n in (*sizes, "enters", "ranges", "beside", "again")} | {"scale": "fp32", "bound": "fp32"}
+    return named | {n: "i32" for n in (*sizes, "enters", "ranges", "beside")} | {"scale": "fp32", "bound": "fp32"}
 
 
 def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> tuple[dict[str, int], int, str]:
@@ -441,7 +441,9 @@ def test_compiles_for_sm90_without_spilling(which: str, varlen: bool, apart: boo
         "ends": (kda_ends_kernel, {}, 16, 232448),
         "merge": (merge_segments_kernel, {"HAS_S0": True, "BV": 16}, 0, 232448),
     }[which]
-    if which.startswith("prepare"):
+    if which == "fused":
+        constants = constants | {"AGAIN": apart}
+    elif which.startswith("prepare"):
         constants = constants | {"APART": apart}
     elif apart:
         pytest.skip("only what prepares chunks knows of near keys")

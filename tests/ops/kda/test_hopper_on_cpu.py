@@ -65,7 +65,7 @@ def on_the_cpu(x: KDAInputs, schedule: str, parts: bool, without: str = "") -> t
         for again in (False, True) if parts else (False,):
             on_cpu.run(kernels["kda_forward_kernel"], 2, [
                 rows(q, 128), rows(k, 128), rows(g, 128), rows(v, 64), rows(o, 64), o, beta, *rates, s0, st, ranks,
-                HV, HV // H, T, n * HV, *tail, again, 1, True, cu is not None,
+                HV, HV // H, T, n * HV, *tail, 1, True, cu is not None, again,
             ])  # fmt: skip
         return o, st
     if schedule == "windows":

@@ -80,7 +80,12 @@ def places_in(ab_s):
     y = x.index(3)._reinterpret(gl.float32, [4, 64], FLAT1)
     work_s = y.index(1)._reinterpret(gl.float32, [4, 16], FLAT2)
     rows_s = x.index(2)._reinterpret(gl.float32, [4, 64], FLAT1)
-    return y.index(0)._reinterpret(gl.int32, [64], FLAT1), work_s, rows_s, ab_s._reinterpret(gl.float32, [2, 512], FLAT1).index(0)
+    return (
+        y.index(0)._reinterpret(gl.int32, [64], FLAT1),
+        work_s,
+        rows_s,
+        ab_s._reinterpret(gl.float32, [2, 512], FLAT1).index(0),
+    )
 
 
 @gluon.jit

@@ -86,16 +86,15 @@ def chain(ranks_ptr, ticket, chains, HV, T, VARLEN: gl.constexpr):
 @gluon.jit
 def marked(ranks_ptr, ticket, chains, step):
     """The first of the tickets ticket, ticket + step, .. that has a mark; `chains` if none has."""
-    i = gl.arange(0, 128, layout=LENTRY)
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    i = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(0, L))
     found = ticket * 0 + chains
     while ticket < chains:
         at = ticket + i * step
-        some = at < chains
-        mark = gl.full([128], 0, gl.int32, LENTRY)
-        for tile in gl.static_range(4):
-            mark |= gl.load(ranks_ptr + MARKS + at * 4 + tile, mask=some, other=0)
-        found = gl.min(gl.where(mark != 0, at, chains), axis=0)
-        ticket = gl.where(found < chains, chains, ticket + 128 * step)
+        marks = gl.load(ranks_ptr + MARKS + (at[:, None] * 4 + tile[None, :]), mask=(at < chains)[:, None], other=0)
+        found = gl.min(gl.where(gl.max(marks, axis=1) > 0, at, chains), axis=0)
+        ticket = gl.where(found < chains, chains, ticket + 32 * step)
     return found
 
 

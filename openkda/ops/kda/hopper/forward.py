@@ -25,18 +25,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from openkda.ops.kda.hopper.chains import turns
+from openkda.ops.kda.hopper.chains import marked, turns
 from openkda.ops.kda.hopper.factors import FLAT1, FLAT2, S64, barriers
 from openkda.ops.kda.hopper.fused_factors import gate_partition, score_partition
 from openkda.ops.kda.hopper.fused_state import fused_state_partition
-from openkda.ops.kda.hopper.instructions import let_dependents_start
 from openkda.ops.kda.hopper.state import S128
 
 GATES, STATES = gl.constexpr(80), gl.constexpr(152)  # registers a thread; scores get what is left of 512: 128
 
 
 @gluon.jit
-def allocate():
+def allocate(AGAIN: gl.constexpr = False):
     """Shared memory and barriers of a CTA."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], S64)
@@ -66,31 +65,28 @@ def allocate():
     v1 = (v1_s, barriers(1, 1))
     fence_async_shared()
     stages = (q_s, k_s, g_s, kc_s)
-    # tile sums and marks of every other chunk; what chunks of near keys need in scores
-    sums_s = gl.allocate_shared_memory(gl.float32, [2, 512], FLAT1)
-    marks_s = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT1)
-    work_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
-    rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
-    keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
-    hand = (h_s, e1_s, n_s, b_s, sums_s, marks_s, (work_s, rows_s, keys_s))
+    hand = (h_s, e1_s, n_s, b_s)
+    if AGAIN:  # besides, tile sums and marks of every other chunk; what chunks of near keys need in scores
+        sums_s = gl.allocate_shared_memory(gl.float32, [2, 512], FLAT1)
+        marks_s = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT1)
+        work_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
+        rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
+        keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
+        hand = (h_s, e1_s, n_s, b_s, sums_s, marks_s, (work_s, rows_s, keys_s))  # type: ignore[assignment]
     gate_bars = ((qk_full, g_full), ready, hand_free, free)
     score_bars = (ready, kq_ready, lm_ready, hand_free)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)
     return stages, hand, (c2_s, sends_s), (dec_s, b_s), (v0, v1), (gate_bars, score_bars, state_bars)
 
 
-@gluon.jit(do_not_specialize=["T", "chains", "again"])
-def kda_forward_kernel(
+@gluon.jit
+def walk(
     q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
-    HV, groups, T, chains, scale, bound, again,
-    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
+    HV, groups, T, chains, scale, bound,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """again: behind a launch without, launched beside it: once more the chains that had tiles of near keys, which apart.py
-    treats. All other chunks come out with the same bits. A number, for the code of another kernel would first have to come
-    from memory: 18 us."""
-    if again == 0:
-        let_dependents_start()
-    stages, hand, own, others, values, bars = allocate()
+    """Chain after chain, by four roles."""
+    stages, hand, own, others, values, bars = allocate(AGAIN)
     descs = (q_desc, k_desc, g_desc)
     sends = (descs, own[1], bars[0][0], groups)
     places = turns(3)
@@ -98,14 +94,36 @@ def kda_forward_kernel(
     entering = s0_ptr if STATE_IN == 1 else dt_ptr  # read by nobody then
     gl.warp_specialize(
         [
-            (score_partition, (stages, hand, bars[1], places, again)),
-            (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
-                              bars[0], places, chains, T, groups, HV, scale, bound, again, VARLEN)),
+            (score_partition, (stages, hand, bars[1], places, AGAIN)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[0], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(0), STATE_IN, STATE_OUT)),
             (fused_state_partition, (v_desc, o_desc, o_ptr, entering, st_ptr, values[1], stages, others, sends, bars[2], places,
                                      HV, gl.constexpr(1), STATE_IN, STATE_OUT)),
+            (gate_partition, (descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, others[0], hand, own[0], own[1],
+                              bars[0], places, chains, T, groups, HV, scale, bound, VARLEN, AGAIN)),
         ],
         [4, 4, 4],
-        [GATES, STATES, STATES],
+        [STATES, STATES, GATES],
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["T", "chains"])
+def kda_forward_kernel(
+    q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
+    HV, groups, T, chains, scale, bound,
+    STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, AGAIN: gl.constexpr,
+):  # fmt: skip
+    """AGAIN: behind a launch without: once more the chains that had tiles of near keys, which apart.py treats; all other
+    chunks come out with the same bits. Where there is none it costs 10 us, and 14 where gates stand before states below, for
+    its code has to come from memory; in one kernel with the first walk 2, but that then takes 2.3 % longer."""
+    if AGAIN:
+        if marked(ranks_ptr, gl.program_id(0), chains, gl.num_programs(0)) < chains:
+            walk(
+                q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
+                HV, groups, T, chains, scale, bound, STATE_IN, STATE_OUT, VARLEN, AGAIN,
+            )  # fmt: skip
+    else:
+        walk(
+            q_desc, k_desc, g_desc, v_desc, o_desc, o_ptr, beta_ptr, a_log_ptr, dt_ptr, s0_ptr, st_ptr, ranks_ptr,
+            HV, groups, T, chains, scale, bound, STATE_IN, STATE_OUT, VARLEN, AGAIN,
+        )  # fmt: skip

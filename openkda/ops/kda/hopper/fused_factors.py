@@ -109,9 +109,9 @@ def fetch(descs, stages, full, st, row, hv, groups, pred):
 
 
 @gluon.jit
-def _next_chain(ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, again, VARLEN: gl.constexpr):
+def _next_chain(ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN: gl.constexpr, AGAIN: gl.constexpr):
     """Announces the chain of the ticket drawn, or of the next one in turn: ticket, value head, first row, length."""
-    if again != 0:
+    if AGAIN:
         ticket = marked(ranks_ptr, ticket + step, chains, step)
     elif VARLEN:
         ticket = step + gl.sum(gl.where(gl.arange(0, 128, layout=F1) == 0, drawn, 0), axis=0)
@@ -125,7 +125,7 @@ def _next_chain(ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, aga
 @gluon.jit
 def gate_partition(
     descs, beta_ptr, a_log_ptr, dt_ptr, ranks_ptr, stages, dec_s, hand, c2_s, sends_s, bars, places, chains, T, groups, HV,
-    scale, bound, again, VARLEN: gl.constexpr,
+    scale, bound, VARLEN: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     """Draws chains (a sequence and value head), announces them to the others and starts on their chunks. It draws late: who is
     done first takes the next, and with chains of different lengths that is not known while they begin.
@@ -134,7 +134,7 @@ def gate_partition(
     knows: a state sends for it when it leaves the stage. What it could not know it sends for itself: the first three chunks,
     and those of chains that begin and end in between.
 
-    Behind a chain it writes which of its tiles had near keys (apart.py); again, it takes those chains only.
+    Behind a chain it writes which of its tiles had near keys (apart.py); AGAIN, it takes those chains only.
     """
     q_s, k_s, g_s, kc_s = stages
     h_s, n_s, b_s = hand[0], hand[2], hand[3]
@@ -142,11 +142,13 @@ def gate_partition(
     qk_full, g_full = full
     chan = gl.arange(0, 128, layout=F1)
     per = _rcp(bound * LOG2E)
+    DRAWS: gl.constexpr = VARLEN and not AGAIN
     step = gl.num_programs(0)
     ticket = gl.program_id(0)
-    wait_for_the_kernel_before()
-    if again != 0:
+    if AGAIN:
         ticket = marked(ranks_ptr, ticket, chains, step)
+    elif VARLEN:
+        wait_for_the_kernel_before()
     entry = chain(ranks_ptr, ticket, chains, HV, T, VARLEN)
     hv = field(entry, 1)
     row0 = field(entry, 2)
@@ -175,21 +177,21 @@ def gate_partition(
         mine = ticket
         seen = gl.full([4, 8], 0, gl.int32, LM)
         if chunks == 0:
-            if VARLEN:
+            if DRAWS:
                 drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
             ticket, hv_n, row_n, length_n = _next_chain(
-                ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, again, VARLEN
+                ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN, AGAIN
             )
             turn += 1
             rate = gl.load(a_log_ptr + hv_n)
             bias = gl.load(dt_ptr + hv_n * 128 + chan)
         for c in range(chunks):
-            if VARLEN:  # noqa: SIM102 (a constant)
+            if DRAWS:  # noqa: SIM102 (a constant)
                 if c == gl.maximum(chunks - DRAW, 0):
                     drawn = gl.atomic_add(ranks_ptr + chan, gl.where(chan == 0, 1, 0), mask=chan == 0)
             if c == gl.maximum(chunks - DRAW + 1, 0):
                 ticket, hv_n, row_n, length_n = _next_chain(
-                    ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, again, VARLEN
+                    ticket, drawn, ranks_ptr, chains, HV, T, places, turn, step, VARLEN, AGAIN
                 )
                 turn += 1
                 rate = gl.load(a_log_ptr + hv_n)
@@ -222,8 +224,9 @@ def gate_partition(
                 fence_async_shared()
             norm, marks = _norm_and_marks(kc)
             rk = _rsqrt(norm + 1e-6)
+            if AGAIN:
+                store_marks(hand[5].index(odd), marks)
             seen |= marks
-            store_marks(hand[5].index(odd), marks)
             rq = scale * _rsqrt(_square_norm(q_s.index(st)) + 1e-6)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             norms.index(2 * odd).store(rk)
@@ -232,7 +235,10 @@ def gate_partition(
             if n < 64:
                 _clean(gc, n, -3.0e38)
                 fence_async_shared()
-            t_s = hand[4].index(odd)
+            if AGAIN:  # noqa: SIM108 (a constant)
+                t_s = hand[4].index(odd)  # scores want them once more
+            else:
+                t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
             following = next_stage(st, phase)
             for s in range(4):
                 _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
@@ -243,8 +249,9 @@ def gate_partition(
             st, phase = following
             rounds += odd
             odd = odd ^ 1
-        at = mine * 4 + gl.arange(0, 4, layout=gl.SliceLayout(1, LM))
-        gl.store(ranks_ptr + MARKS + at, gl.max(seen, axis=1))
+        if not AGAIN:
+            at = mine * 4 + gl.arange(0, 4, layout=gl.SliceLayout(1, LM))
+            gl.store(ranks_ptr + MARKS + at, gl.max(seen, axis=1))
         hv = hv_n
         row0 = row_n
         length = length_n
@@ -260,12 +267,11 @@ def parts_of_l(tm_s):
 
 
 @gluon.jit
-def score_partition(stages, hand, bars, places, again):
-    """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time. again:
+def score_partition(stages, hand, bars, places, AGAIN: gl.constexpr):
+    """Scores of a chunk and everything that is scaled by rows; the inversion is left to the states, who have the time. AGAIN:
     chunks of keys that are nearly one direction as apart.py has them."""
     q_s, k_s, g_s, kc_s = stages
-    n_s, b_s, sums_s, marks_s = hand[2], hand[3], hand[4], hand[5]
-    work_s, rows_s, keys_s = hand[6]
+    n_s, b_s = hand[2], hand[3]
     ready, kq_ready, lm_ready, hand_free = bars
     turn = 0
     length = 0
@@ -284,20 +290,27 @@ def score_partition(stages, hand, bars, places, again):
             qt = q_s.index(st)._reinterpret(gl.float16, [64, 128], S64)
             e1, xb, fk, ck = _anchors(hand, odd)
             raw = (q_s.index(st), k_s.index(st), g_s.index(st))
-            n = length - c * 64
-            near = n < 0
-            if again != 0:
-                near = are_near(marks_s.index(odd), n)
-            if near:
-                _difference_columns(
-                    raw[2], raw[1], rk, b_s.index(st), marks_s.index(odd), kc_s.index(st), work_s, keys_s, n,
-                )  # fmt: skip
+            if AGAIN:
+                n = length - c * 64
+                sums_s, marks_s, work_s, rows_s, keys_s = (
+                    hand[4],
+                    hand[5].index(odd),
+                    hand[6][0],
+                    hand[6][1],
+                    hand[6][2],
+                )
+                near = are_near(marks_s, n)
+                if near:
+                    _difference_columns(
+                        raw[2], raw[1], rk, b_s.index(st), marks_s, kc_s.index(st), work_s, keys_s, n,
+                    )  # fmt: skip
             acc = _scores(raw, rq, rk, (kc_s.index(st), e1, xb, fk), kt, qt)
             _rescale_columns(kc_s.index(st), ck)
-            if near:
-                acc = _last_rows(
-                    acc, b_s.index(st), by_channel(sums_s.index(odd)), work_s, rows_s, keys_s, kc_s.index(st), n, CUT,
-                )  # fmt: skip
+            if AGAIN:  # noqa: SIM102 (a constant)
+                if near:
+                    acc = _last_rows(
+                        acc, b_s.index(st), by_channel(sums_s.index(odd)), work_s, rows_s, keys_s, kc_s.index(st), n, CUT,
+                    )  # fmt: skip
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)

@@ -4,6 +4,7 @@
                          | prepare 2   | prepare 3   |              that the scan leaves
     segments   prepare all but the last segment | ends of those     | merge | scan of all
                                                 | prepare the last  |
+    fused      ranks of a pack | walk of all chains | walk of those that had near keys, seldom any (apart.py)
 
 A launch "beside" (programmatic dependent launch) may begin once every program of the kernel before has begun, of which it reads
 nothing; its last program ends behind that kernel, so that whatever follows waits for both. Nobody waits for another program.
@@ -464,13 +465,13 @@ def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None
     if cu is not None:
         for padded in _vectors(p):
             _launch(kda_ranks_kernel, (1, 1), (), (ranks, cu), (), (n,), (padded,), p.index)
-    for again in (0, 1) if APART else (0,):
-        options = {"launch_pdl": True} if again or cu is not None else {}
+    for again in (False, True) if APART else (False,):
+        options = {"launch_pdl": True} if cu is not None and not again else {}
         _launch(
             kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
             (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
              _tiles(o, half, _HALF)),
             (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
-            (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound, again),
-            (0 if s0 is None else 1, st is not None, cu is not None), p.index, **options,
+            (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound),
+            (0 if s0 is None else 1, st is not None, cu is not None, again), p.index, **options,
         )  # fmt: skip

@@ -14,7 +14,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _norm_and_marks, are_near, places_in, store_marks
+from openkda.ops.kda.hopper.apart import (
+    _difference_columns,
+    _last_rows,
+    _norm_and_marks,
+    are_near,
+    places_in,
+    store_marks,
+)
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     A2H,

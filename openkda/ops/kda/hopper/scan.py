@@ -132,6 +132,15 @@ def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
 
 
 @gluon.jit
+def _wait_until_written(pending: gl.constexpr):
+    """Until all but `pending` of this role's copies to memory have arrived there; `tma.store_wait` waits for their source."""
+    if pending == 0:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _hand_over(ready, c):
     gl.thread_barrier()
     mbarrier.arrive(ready.index(c & 1), count=1)
@@ -141,6 +150,7 @@ def _hand_over(ready, c):
 def scan_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, out_seq, hv, HV, half,
     STATE_IN: gl.constexpr, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True, HAND: gl.constexpr = False,
+    TELL: gl.constexpr = False,
 ):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through prepared chunks, in registers. Nothing but
     R, U and S is in the chain from state to state:
@@ -216,8 +226,13 @@ def scan_partition(
                 out = _output(o, old)
                 if not HAND:
                     tma.store_wait(0)  # the output of chunk c - 1: its tile is free
+                if TELL:
+                    _wait_until_written(1)
             a = a_next
             gl.thread_barrier()
+            if TELL:  # noqa: SIM102
+                if c > 1:
+                    gl.atomic_add(bars[2] + half, 1, sem="release")  # the output of chunk c - 2 is in memory
             mbarrier.arrive(free.index(st), count=1)
             mbarrier.arrive(kh_free.index(st), count=1)
             if HAND:  # noqa: SIM102
@@ -233,6 +248,10 @@ def scan_partition(
             else:
                 _write_output(o_desc, o_ptr, v_p, row0 + (chunks - 1) * 64, col0, length - (chunks - 1) * 64, HV)
                 tma.store_wait(0)
+                if TELL:
+                    _wait_until_written(0)
+                    gl.thread_barrier()
+                    gl.atomic_add(bars[2] + half, gl.minimum(chunks, 2), sem="release")
     if out_seq >= 0:
         gl.store(st_ptr + _state_offsets(out_seq * HV + hv, half), s * inv[:, None])
 

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from openkda.ops.kda.hopper.chains import LENTRY, field
 from openkda.ops.kda.hopper.factors import FLAT1, LROW, barriers
-from openkda.ops.kda.hopper.instructions import LOG2E, _ex2_neg, _rcp, _rsqrt, let_dependents_start
+from openkda.ops.kda.hopper.instructions import LOG2E, _ex2_neg, _rcp, let_dependents_start
 from openkda.ops.kda.hopper.scan import load_partition, operand_barriers, operand_tiles, scan_partition, zero_quarters
-from openkda.ops.kda.hopper.state import S128, _write_output
+from openkda.ops.kda.hopper.state import S128
 
 STATES, NORM = gl.constexpr(208), gl.constexpr(64)  # registers a thread; 32 for the loader
 
@@ -37,18 +37,38 @@ def _fetch_gates(gate_desc, full, gates_s, row, col0, c, pred):
 
 
 @gluon.jit
-def _gated(x, rate, weight, gate):
-    sigmoid = _rcp(1.0 + _ex2_neg(gate.to(gl.float32) * LOG2E))
-    return (x * rate[:, None] * weight[None, :] * sigmoid).to(gl.bfloat16)
+def _wide(x):
+    """float32 of bfloat16, in the two instructions a pair that the compiler takes three for."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+    )  # fmt: skip
 
 
 @gluon.jit
-def norm_partition(gate_desc, o_desc, o_ptr, w_s, gates_s, tiles, bars, row0, length, hv, HV, eps):
-    """tiles: of each state warpgroup its four, in which outputs come."""
+def _sqrt(x):
+    return gl.inline_asm_elementwise(
+        "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _gated(x, size, weight, gate):
+    """x weight sigmoid(gate) / size, with one reciprocal."""
+    e = _ex2_neg(_wide(gate) * LOG2E)
+    return (x * weight[None, :] * _rcp(e * size[:, None] + size[:, None])).to(gl.bfloat16)
+
+
+@gluon.jit
+def norm_partition(gate_desc, o_ptr, w_s, gates_s, tiles, bars, row0, length, hv, HV, eps):
+    """tiles: of each state warpgroup its four, in which outputs come. What leaves are rows of 128 bytes, by threads."""
     v0_s, v1_s = tiles
     gate_full, o_ready, o_free = bars
     chunks = (length + 63) // 64
     col0 = hv * 128
+    i = gl.arange(0, 16, layout=gl.SliceLayout(1, LROW))
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, LROW))
+    w0 = w_s.index(0).load(gl.SliceLayout(0, LROW))
+    w1 = w_s.index(1).load(gl.SliceLayout(0, LROW))
     if length > 0:
         _fetch_gates(gate_desc, gate_full, gates_s, row0, col0, 0, True)
         _fetch_gates(gate_desc, gate_full, gates_s, row0 + 64, col0, 1, chunks > 1)
@@ -57,27 +77,21 @@ def norm_partition(gate_desc, o_desc, o_ptr, w_s, gates_s, tiles, bars, row0, le
             phase = (c >> 1) & 1
             left = v0_s.index(c & 3)
             right = v1_s.index(c & 3)
-            w0 = w_s.index(0).load(gl.SliceLayout(0, LROW))
-            w1 = w_s.index(1).load(gl.SliceLayout(0, LROW))
+            n = length - c * 64
+            out = o_ptr + (row0 + c * 64).to(gl.int64) * (HV * 128) + col0
             mbarrier.wait(gate_full.index(st), phase)
             mbarrier.wait(o_ready.index(st), phase)
-            if c > 0:
-                tma.store_wait(0)  # long done
-                gl.thread_barrier()
-                mbarrier.arrive(o_free.index(st ^ 1), count=1)
-            for i in gl.static_range(4):  # 16 tokens at a time: few registers
-                l16 = left.slice(16 * i, 16)
-                r16 = right.slice(16 * i, 16)
-                a = l16.load(LROW).to(gl.float32)
-                b = r16.load(LROW).to(gl.float32)
-                rate = _rsqrt(gl.sum(a * a + b * b, axis=1) * (1.0 / 128) + eps)
-                l16.store(_gated(a, rate, w0, gates_s.index(2 * st).slice(16 * i, 16).load(LROW)))
-                r16.store(_gated(b, rate, w1, gates_s.index(2 * st + 1).slice(16 * i, 16).load(LROW)))
-            n = length - c * 64
-            _write_output(o_desc, o_ptr, left, row0 + c * 64, col0, n, HV)
-            _write_output(o_desc, o_ptr, right, row0 + c * 64, col0 + 64, n, HV)
+            for r in gl.static_range(0, 64, 16):  # 16 tokens at a time: few registers
+                a = _wide(left.slice(r, 16).load(LROW))
+                b = _wide(right.slice(r, 16).load(LROW))
+                size = _sqrt(gl.sum(a * a + b * b, axis=1) * (1.0 / 128) + eps)
+                at = out + (r + i)[:, None] * (HV * 128) + j[None, :]
+                inside = (r + i)[:, None] < n
+                gl.store(at, _gated(a, size, w0, gates_s.index(2 * st).slice(r, 16).load(LROW)), mask=inside)
+                gl.store(at + 64, _gated(b, size, w1, gates_s.index(2 * st + 1).slice(r, 16).load(LROW)), mask=inside)
+            gl.thread_barrier()
+            mbarrier.arrive(o_free.index(st), count=1)
             _fetch_gates(gate_desc, gate_full, gates_s, row0 + (c + 2) * 64, col0, c + 2, c + 2 < chunks)
-        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "rows", "first", "enters", "ranges", "beside"])
@@ -129,7 +143,7 @@ def kda_normed_scan_kernel(
                               gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), gl.constexpr(True))),
             (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, n_seq, out_seq, hv, HV, 1,
                               gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), gl.constexpr(True))),
-            (norm_partition, (gate_desc, o_desc, o_ptr, w_s, gates_s, (v0_s, v1_s), (gate_full, o_ready, o_free), row0, length,
+            (norm_partition, (gate_desc, o_ptr, w_s, gates_s, (v0_s, v1_s), (gate_full, o_ready, o_free), row0, length,
                               hv, HV, eps)),
             (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, slot0, chunks, hv, HV, gl.constexpr(True))),
         ],

@@ -36,8 +36,8 @@ _ENDS_US, _ENDS_MORE_US, _ENDS_MOST_US = 0.23, 0.0218, 1.63
 """Both ends of a segment's chunk, more for each other program."""
 _MERGE_US, _CUT_US = 3.0, 20.5
 """A segment in the merge; what a cut costs besides."""
-_FUSED_US, _FUSED_START_US = 6.1, 15.0
-"""A chunk of a chain; filling and draining the roles, once a program."""
+_FUSED_US, _FUSED_START_US = 6.1, 25.0
+"""A chunk of a chain; filling and draining the roles, once a program, and the launch behind it that looks for near keys."""
 _WINDOW_US, _MOST_WINDOWS = 8.7, 4
 """What a window of a sequence costs besides: its scan waits for the last programs that prepare it and for states."""
 _WORTH_WINDOWS = 1.03
