@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 # Options that take several values, as in `--data a b c`; the parser itself wants the name before each.
-_SEVERAL = ("--data", "--val-data", "--set", "--stop")
+_SEVERAL = ("--data", "--val-data", "--set", "--stop", "--length")
 
 Data = Annotated[list[str], typer.Option("--data", help="Files or directories of text; python-stdlib for that.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
@@ -278,7 +278,7 @@ def _spread(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("-") and argument != "-":
             option, fresh = argument if argument in _SEVERAL else "", True
-        elif option and not fresh:
+        elif option and not fresh and (option != "--length" or argument.isdigit()):  # behind which a model may stand
             out.append(option)
         else:
             fresh = False

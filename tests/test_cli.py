@@ -100,8 +100,9 @@ def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str], what: str) -
     target = {"demo": "demo", "run": trained, "step": trained / "last", "config": trained / "last" / "config.json"}[
         what
     ]
-    assert run("inspect", target, "--length", 1000, "--length", 2000) == 0
+    assert run("inspect", target, "--length", 1000, 2000) == 0
     out = capsys.readouterr().out
+    assert run("inspect", "--length", 1000, "--length", 2000, target) == 0 and capsys.readouterr().out == out
     assert "KDA" in out and "MLA" in out and "bytes a token" in out and "2,000" in out
     if what != "demo":
         assert f"{load_checkpoint(trained / 'last').num_parameters():,}" in out
