@@ -103,18 +103,10 @@ def test_hopper_on_a_cpu(sizes: dict[str, Any], gate_kind: str) -> None:
             kda_normed(*tokens[:5], gate.float(), **options)
 
 
-def test_it_pays_with_many_heads() -> None:
-    pays = schedule.norm_pays
-    for heads in (64, 67, 72, 80, 96):
-        for tokens in (1024, 2048, 8192, 32768, 300_000):
-            assert pays(tokens, 1, heads, False, SMS)
-            assert pays(tokens, 1, heads, False, SMS, fusible=False)
-    for heads in (1, 12, 24):
-        assert not pays(8192, 1, heads, False, SMS)
-    assert not pays(65536, 32, 96, True, SMS), "a pack beyond the workspace is fused"
-    few = [(tokens, n, heads, packed) for tokens in (2048, 8192, 65536) for n in (1, 2, 3) for heads in (1, 4, 8, 12)
-           for packed in (False, True)]  # fmt: skip
-    assert not any(pays(*sizes, SMS) for sizes in few if sizes[1] * sizes[2] < normed.FEWEST_CHAINS)
+def test_sizes_that_were_measured() -> None:
+    """H200: separate 0.797 and one op 0.866 ms, 0.630 and 0.715, 0.567 and 0.705."""
+    assert not any(schedule.norm_pays(8192, 1, heads, False, SMS) for heads in (96, 67, 64, 12))
+    assert not schedule.norm_pays(65536, 32, 96, True, SMS), "a pack beyond the workspace is fused"
 
 
 @needs_gluon
@@ -138,6 +130,7 @@ def test_a_call_chosen_by_sizes_is_repeated_from_its_tape(monkeypatch: pytest.Mo
     monkeypatch.setattr(tapes, "_allocator", lambda device: keep(allocator(device)))
     monkeypatch.setattr(hopper, "_device_refusals", lambda device: [])
     monkeypatch.setattr(normed, "_may_be_one", lambda call: True)
+    monkeypatch.setattr("openkda.ops.kda.hopper.normed.norm_pays", lambda *sizes: True)
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "_sm_count", lambda index: SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=SMS))

@@ -28,7 +28,7 @@ _SCAN_US = {True: 1.57, False: 2.09}
 """A chunk of a chain by halves of its value channels or whole."""
 _PREPARE_MEMORY_US, _SCAN_MEMORY_US, _HALVES_MEMORY_US = 0.0286, 0.0236, 0.0279
 """A chunk and head cannot be read and written faster, on however many SMs; halves read operands twice."""
-_NORMED_US, _NORMED_MEMORY_US = 2.2, 0.0277
+_NORMED_US, _NORMED_MEMORY_US = 3.53, 0.0403
 """The scan's chunk with the norm of its output in it, which reads 16 KB more."""
 _NORM_US, _NORM_START_US = 0.0121, 3.0
 """The norm by itself, a chunk and head; a launch."""
