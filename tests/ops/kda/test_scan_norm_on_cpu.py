@@ -78,7 +78,7 @@ def test_is_the_norm_behind_the_scan(name: str) -> None:
 @pytest.mark.parametrize(
     "statement",
     ["mbarrier.wait(gate_full.index(st), phase)", "mbarrier.wait(o_ready.index(st), phase)",
-     "mbarrier.wait(bars[3].index(st), phase ^ 1)", "tma.store_wait(0)  # long done"],
+     "mbarrier.wait(bars[3].index(st), phase ^ 1)"],
 )  # fmt: skip
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch, statement: str) -> None:
     """The detector itself."""

@@ -36,39 +36,56 @@ def kda_zero_kernel(p_ptr, count):
 
 @gluon.jit(do_not_specialize=["rows", "enters", "leaves"])
 def kda_told_scan_kernel(
-    x_desc, tm_desc, v_desc, o_desc, dec_ptr, told_ptr, o_ptr, s0_ptr, st_ptr, HV, rows, enters, leaves,
+    x_desc, tm_desc, v_desc, o_desc, dec_ptr, told_ptr, o_ptr, s0_ptr, st_ptr, HV, rows, enters, leaves, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """`kda_scan_kernel` of one sequence, all value channels of a head, that tells how far its output is."""
     let_dependents_start()
     hv = gl.program_id(0)
-    row0 = gl.program_id(0) * 0
+    row0 = hv * 0
+    half = 0
+    if SPLIT:
+        half = hv & 1
+        hv = hv >> 1
     length = rows
     n_seq = gl.where(enters != 0, 0, -1)
     out_seq = gl.where(leaves != 0, 0, -1)
     ops = operand_tiles()
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
-    v1_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
-    lb = operand_barriers(2)
+    lb = operand_barriers(1 if SPLIT else 2)
     told = told_ptr + 2 * hv
     sb0 = (barriers(4, 1), lb, told)
-    sb1 = (barriers(4, 1), lb, told)
     chunks = (length + 63) // 64
     zero_quarters(ops[4])  # T
     zero_quarters(ops[5])  # M
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, n_seq, out_seq, hv, HV, 0,
-                              gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), gl.constexpr(False),
-                              gl.constexpr(True))),
-            (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, n_seq, out_seq, hv, HV, 1,
-                              gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), gl.constexpr(False),
-                              gl.constexpr(True))),
-            (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, row0, chunks, hv, HV, gl.constexpr(True))),
-        ],
-        [4, 1],
-        [232, 32],
-    )  # fmt: skip
+    if SPLIT:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, n_seq, out_seq, hv, HV,
+                                  half, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), gl.constexpr(False),
+                                  gl.constexpr(True))),
+                (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, row0, chunks, hv, HV, gl.constexpr(True))),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        v1_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], S128)
+        sb1 = (barriers(4, 1), lb, told)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v0_s, ops, sb0, row0, length, n_seq, out_seq, hv, HV,
+                                  0, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), gl.constexpr(False),
+                                  gl.constexpr(True))),
+                (scan_partition, (v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v1_s, ops, sb1, row0, length, n_seq, out_seq, hv, HV,
+                                  1, gl.constexpr(1), gl.constexpr(True), gl.constexpr(True), gl.constexpr(False),
+                                  gl.constexpr(True))),
+                (load_partition, (x_desc, tm_desc, dec_ptr, ops, lb, row0, chunks, hv, HV, gl.constexpr(True))),
+            ],
+            [4, 1],
+            [232, 32],
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows"])
