@@ -127,8 +127,9 @@ def seen(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "schedule, lengths, batch, kernels",
-    [("fused", (200,), 2, "forward forward"), ("fused", (3, 0, 90), 1, "ranks forward forward"), ("two_pass", (200,), 2, "prepare scan"),
-     ("two_pass", (3, 0, 90), 1, "prepare scan"), (("segments", 3), (330,), 1, "prepare ends prepare merge scan")],
+    [("fused", (200,), 2, "forward forward"), ("fused", (3, 0, 90), 1, "ranks forward forward"),
+     ("two_pass", (200,), 2, "prepare scan"), ("two_pass", (3, 0, 90), 1, "prepare scan"),
+     (("segments", 3), (330,), 1, "prepare ends prepare merge scan")],
 )  # fmt: skip
 def test_the_short_launch_passes_what_the_compiling_one_does(
     launch: Any, schedule: Any, lengths: tuple[int, ...], batch: int, kernels: str
