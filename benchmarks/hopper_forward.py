@@ -91,7 +91,7 @@ def rel(a, ref):
 def in_one_window(args, lens):
     """Two passes without windows."""
     real = launch.windows
-    launch.windows = lambda chunks, heads, sms, normed: (Window(chunks, is_split(heads, sms)),)
+    launch.windows = lambda chunks, heads, sms: (Window(chunks, is_split(heads, sms)),)
     try:
         return run(args, lens, schedule="two_pass")
     finally:

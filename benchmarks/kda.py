@@ -29,7 +29,6 @@ from kda_inputs import BF16, D, Decode, Prefill, attempt, bandwidth, graph_media
 from kda_report import Row, render, render_errors, store, versions
 
 from openkda import kda
-from openkda.ops.kda.normed import kda_normed
 from openkda.ops.kda.specs import MIXED
 from openkda.ops.norm.api import gated_rms_norm
 from openkda.ops.short_conv.api import short_convs
@@ -142,12 +141,6 @@ def prologue_rows(H: int, T: int, speed: float) -> list[Row]:
             use_beta_sigmoid=True, impl="triton",
         )  # fmt: skip
 
-    def with_norm(impl: str) -> None:
-        kda_normed(
-            x.q, x.k, x.v, x.g, x.beta, gate, weight=w, eps=1e-5, gate=x.gate, initial_state=x.state, output_final_state=True,
-            use_qk_l2norm=True, use_beta_sigmoid=True, impl=impl,
-        )  # fmt: skip
-
     extra = graph_median(everything) - graph_median(scan)
     return [
         row("conv + SiLU + l2norm + gate over impl=triton's scan of unit keys and log decays", 6 * one, extra),
@@ -155,8 +148,6 @@ def prologue_rows(H: int, T: int, speed: float) -> list[Row]:
         row("the same, forward + backward", 15 * one, learn(lambda *t: short_convs(t[:3], t[3:])[0], [*xs, *ws])),
         row("gated norm", 3 * one, graph_median(lambda: gated_rms_norm(o, gate, w, 1e-5))),
         row("the same, forward + backward", 8 * one, learn(lambda *t: [gated_rms_norm(*t, 1e-5)], [o, gate, w])),
-        row("forward and gated norm", 6 * one, graph_median(lambda: with_norm("separate"))),
-        row("forward and gated norm in one", 6 * one, graph_median(lambda: with_norm("hopper"))),
     ]
 
 

@@ -114,8 +114,6 @@ def forward() -> str:
         "one token for 256 sequences, in a graph": "decode H=96 B=256, in a graph",
         "convolution and SiLU of q, k, v": "conv + SiLU of q, k, v, H=96 1x8192",
         "gated norm": "gated norm, H=96 1x8192",
-        "forward and gated norm, two ops": "forward and gated norm, H=96 1x8192",
-        "forward and gated norm, one op": "forward and gated norm in one, H=96 1x8192",
         "host time of a forward, inference mode": "host time of a prefill, inference mode",
         "first call, empty kernel cache": "first call, empty cache",
     }

@@ -26,7 +26,6 @@ from openkda.layers.state import KDAState
 from openkda.ops.device.api import is_watched
 from openkda.ops.kda.api import kda, kda_step
 from openkda.ops.kda.gate import BoundedGate, Gate, SoftplusGate
-from openkda.ops.kda.normed import kda_normed
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
 from openkda.ops.short_conv.api import short_conv_step, short_convs
 
@@ -119,40 +118,21 @@ class KimiDeltaAttention(SequenceLayer, Float32Parameters):
             output_final_state=return_state,
             cu_seqlens=cu_seqlens,
         )
-        tokens = (
+        o, recurrent, _ = kda(
             self._split(q, self.key_dim),
             self._split(k, self.key_dim),
             self._split(v, self.v_dim),
             self._split(self.f_b_proj(self.f_a_proj(x)), self.key_dim),
             self.b_proj(x),
+            gate=self.gate(),
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=return_state,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=True,
+            use_beta_sigmoid=True,
+            impl=self.impl,
         )
-        initial = None if state is None else state.recurrent
-        if self.impl is None and self._inference() and self.o_norm.is_plain:
-            o, recurrent, _ = kda_normed(
-                *tokens,
-                self._output_gate(x),
-                weight=self.o_norm.weight,
-                eps=self.o_norm.eps,
-                gate=self.gate(),
-                initial_state=initial,
-                output_final_state=return_state,
-                cu_seqlens=cu_seqlens,
-                use_qk_l2norm=True,
-                use_beta_sigmoid=True,
-            )
-            y = self.o_proj(o.flatten(-2))
-        else:
-            o, recurrent, _ = kda(
-                *tokens,
-                gate=self.gate(),
-                initial_state=initial,
-                output_final_state=return_state,
-                cu_seqlens=cu_seqlens,
-                use_qk_l2norm=True,
-                use_beta_sigmoid=True,
-                impl=self.impl,
-            )
-            y = self._output(o, x)
+        y = self._output(o, x)
         if not return_state:
             return y, None
         assert recurrent is not None and tails is not None  # for the type checker

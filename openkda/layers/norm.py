@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from openkda.layers.parameters import Float32Parameters, fill_constant
-from openkda.ops.device.api import are_plain, autocast_dtype
+from openkda.ops.device.api import autocast_dtype
 from openkda.ops.norm.api import add_rms_norm, gated_rms_norm, rms_norm
 
 
@@ -48,11 +48,6 @@ class GatedRMSNorm(Float32Parameters):
 
     def init_parameters(self, generator: torch.Generator | None) -> None:
         fill_constant(self.weight, 1.0)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether calling this module is calling `gated_rms_norm`: nobody hooks on to it, its weight is whole."""
-        return are_plain(self.weight) and not (self._forward_hooks or self._forward_pre_hooks)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, self.weight, self.eps)

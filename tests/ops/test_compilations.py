@@ -21,8 +21,6 @@ import openkda.ops.short_conv.triton as conv_kernels
 from openkda.ops.kda.api import kda
 from openkda.ops.kda.call import CALLS as KDA_CALLS
 from openkda.ops.kda.gate import BoundedGate, SoftplusGate
-from openkda.ops.kda.normed import CALLS as NORMED_CALLS
-from openkda.ops.kda.normed import kda_normed
 from openkda.ops.kda_block.api import BlockState, BlockWeights, kda_block
 from openkda.ops.kda_block.call import CALLS as BLOCK_CALLS
 from openkda.ops.norm.api import CALLS as NORM_CALLS
@@ -32,7 +30,7 @@ from openkda.ops.short_conv.api import short_convs
 from openkda.ops.triton import ahead
 
 BF16, F32 = torch.bfloat16, torch.float32
-ALL_CALLS = (KDA_CALLS, NORMED_CALLS, BLOCK_CALLS, NORM_CALLS, CONV_CALLS)
+ALL_CALLS = (KDA_CALLS, BLOCK_CALLS, NORM_CALLS, CONV_CALLS)
 DENSE = (
     (1, 40),
     (1, 17),
@@ -157,34 +155,6 @@ def test_forward_on_hopper(hopper: Card, heads: tuple[int, int], states: bool, g
     assert not later(hopper, call, dense[0], dense[1:])
     assert not later(hopper, lambda lengths: call(lengths, True), PACKS[0], (*PACKS[1:], (64,) * 100, (2000, 30)))
     assert hopper.kernels and not hopper.alone
-
-
-@pytest.mark.parametrize("heads, packed", [(80, False), (12, True)])
-@pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("normed_first", [True, False])
-def test_with_a_norm_or_without(hopper: Card, heads: int, packed: bool, states: bool, normed_first: bool) -> None:
-    """Of both the first call compiles what the other needs."""
-    plain = forward(heads, heads, 128, 128, impl="hopper", states=states)
-
-    def normed(sizes: tuple[int, ...]) -> None:
-        B, T = (1, sum(sizes)) if packed else sizes
-        N = len(sizes) if packed else B
-        q, v = new(B, T, heads, 128), new(B, T, heads, 128)
-        kda_normed(
-            q, q.clone(), v, v.clone(), new(B, T, heads), v.clone(), weight=new(128, dtype=F32), eps=1e-5, impl="hopper",
-            gate=BoundedGate(-5.0, new(heads, dtype=F32), new(heads, 128, dtype=F32)), use_qk_l2norm=True,
-            initial_state=new(N, heads, 128, 128, dtype=F32) if states else None, output_final_state=states,
-            cu_seqlens=torch.tensor([0, *sizes]).cumsum(0) if packed else None, use_beta_sigmoid=True,
-        )  # fmt: skip
-
-    calls = [normed, lambda sizes: plain(sizes, packed)][:: 1 if normed_first else -1]
-    first, second = (PACKS[0], PACKS[1]) if packed else ((1, 40), (1, 4096))
-    calls[0](first)
-    before = len(hopper.compiled)
-    for sizes in (first, second):
-        for call in calls:
-            call(sizes)
-    assert before == len(hopper.compiled) and not hopper.alone
 
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from openkda.ops.device.api import Repeated, choose_module
 
-__all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "add_rms_norm", "check_norm", "gated_rms_norm", "l2norm", "rms_norm"]
+__all__ = ["IMPLEMENTATIONS", "L2NORM_EPS", "add_rms_norm", "gated_rms_norm", "l2norm", "rms_norm"]
 
 L2NORM_EPS = 1e-6
 """Added to the sum of squares."""
@@ -146,8 +146,7 @@ def _is_plain_on_cpu(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and x.dtype in _WIDE and weight.dim() == 1 and weight.shape == x.shape[-1:]
 
 
-def check_norm(x: Tensor, gates: tuple[Tensor, ...], weight: Tensor, eps: float) -> None:
-    """ValueError or TypeError, showing expected and received, for what no norm of x can be given; gates: like x."""
+def _checked(x: Tensor, gates: tuple[Tensor, ...], weight: Tensor, eps: float, impl: str | None) -> ModuleType:
     _check_float("x", x)
     _check_float("weight", weight)
     if x.dim() < 1 or weight.shape != x.shape[-1:]:
@@ -162,10 +161,6 @@ def check_norm(x: Tensor, gates: tuple[Tensor, ...], weight: Tensor, eps: float)
             raise ValueError(f"gate.shape: expected {list(x.shape)} (that of x), received {list(gate.shape)}")
         if gate.device != x.device:
             raise ValueError(f"gate.device: expected {x.device} (that of x), received {gate.device}")
-
-
-def _checked(x: Tensor, gates: tuple[Tensor, ...], weight: Tensor, eps: float, impl: str | None) -> ModuleType:
-    check_norm(x, gates, weight, eps)
     return choose_module("norm", IMPLEMENTATIONS, impl, x, _module)
 
 

@@ -306,9 +306,6 @@ def _tensor(x: Any) -> Tensor:
 
 
 def _asm(code: str, constraints: str, args: list[Any], **options: Any) -> Value:
-    if code.startswith("cp.async.bulk.wait_group"):
-        _store_wait(int(code[len("cp.async.bulk.wait_group ")]))
-        return Value(torch.tensor(0))
     if code.startswith("griddepcontrol"):  # between kernels, and here one runs after the other
         return Value(torch.tensor(0))
     x = args[0] if isinstance(args[0], Value) else Value(torch.tensor(float(args[0])))
@@ -316,9 +313,8 @@ def _asm(code: str, constraints: str, args: list[Any], **options: Any) -> Value:
         return x
     if code.startswith("mul.rn.f16x2"):
         return Value(x.v * args[1].v)
-    for name, f in (("rsqrt", torch.rsqrt), ("sqrt", torch.sqrt), ("ex2", torch.exp2)):
-        if code.startswith(name):
-            return Value(f(x.v))
+    if code.startswith(("rsqrt", "ex2")):
+        return Value(torch.rsqrt(x.v) if code.startswith("rsqrt") else torch.exp2(x.v))
     return base._asm(code, constraints, [x, *args[1:]], **options)
 
 
@@ -331,7 +327,7 @@ def _where(m: Any, a: Any, b: Any) -> Any:
     return Value(torch.where(_tensor(m), *(t if torch.is_tensor(t) else torch.as_tensor(t) for t in (x, y))))
 
 
-def _atomic_add(p: Pointer, x: Any, mask: Any = None, sem: str = "") -> Value:
+def _atomic_add(p: Pointer, x: Any, mask: Any = None) -> Value:
     with _Run.lock:
         old = p.read(mask, 0)
         p.write(Value(old + _plain(x)), mask)

@@ -37,14 +37,13 @@ from openkda.ops.kda.hopper import (
     replay,
     reverse,
     scan,
-    scan_norm,
     state,
     walks,
 )
 from openkda.ops.kda.triton import backward as portable
 
 _FORWARD = (
-    instructions, factors, apart, chains, state, prepare, levels, scan, scan_norm, fused_factors, fused_state, forward,
+    instructions, factors, apart, chains, state, prepare, levels, scan, fused_factors, fused_state, forward,
 )  # fmt: skip
 _WALKS = (instructions, factors, chains, state, gradient_tiles, products, scan, replay, reverse)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from openkda.ops.kda.hopper.levels import kda_prepare_levels_kernel
 from openkda.ops.kda.hopper.merge import merge_segments_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
 from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
-from openkda.ops.kda.hopper.scan_norm import kda_normed_scan_kernel
 from openkda.ops.kda.hopper.schedule import (
     CHUNK,
     PADDED,
@@ -84,15 +83,6 @@ Memory = Tensor | _Place
 
 
 @dataclass(slots=True)
-class Norm:
-    """The gated RMSNorm behind: gate [B, T, HV, 128] bfloat16, rows may be strided; weight [128] float32."""
-
-    gate: Tensor
-    weight: Tensor
-    eps: float
-
-
-@dataclass(slots=True)
 class _Problem:
     q: Tensor
     k: Tensor
@@ -107,16 +97,15 @@ class _Problem:
     gate: int = BOUNDED
     workspaces: list[Tensor] | None = None
     """Receives the memory that the kernels use besides."""
-    norm: Norm | None = None
 
     def uses(self, workspace: Tensor) -> None:
         if self.workspaces is not None:
             self.workspaces.append(workspace)
 
     def begin(self, tokens: int) -> _Problem:
-        """The first tokens of every sequence, without a norm."""
+        """The first tokens of every sequence."""
         q, k, v, g, beta = (x[:, :tokens] for x in (self.q, self.k, self.v, self.g, self.beta))
-        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None, norm=None)
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta, workspaces=None)
 
     @property
     def tokens(self) -> int:
@@ -151,29 +140,25 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, *, scale: float,
     lower_bound: float, initial_state: Tensor | None = None, final_state: bool = False,
     cu_seqlens: Tensor | None = None, gate: int = BOUNDED, schedule: Schedule | None = None,
-    workspaces: list[Tensor] | None = None, norm: Norm | None = None,
+    workspaces: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output [B, T, HV, 128] and the float32 final states [N, HV, 128, 128] or None.
 
     q, k, v, g: [B, T, heads, 128] bfloat16, rows may be strided. beta [B, T, HV] any float, a_log [HV] and dt_bias
     [HV * 128] float32, initial_state [N, HV, 128, 128] float32, cu_seqlens [N + 1] int32 or int64: contiguous.
     gate: 2 bounded, 1 softplus, 0 log decays in g (`triton.launch.Args`); the last two have no bound and no fused schedule.
-    schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`. norm: of the output, by
-    two passes, whatever the schedule.
+    schedule: "fused", "two_pass" or ("segments", count); None chooses. workspaces: see `_Problem`.
     """
     if v.device.index != torch.cuda.current_device():
         with torch.cuda.device(v.device):
             return forward(
                 q, k, v, g, beta, a_log, dt_bias, scale=scale, lower_bound=lower_bound, initial_state=initial_state,
                 final_state=final_state, cu_seqlens=cu_seqlens, gate=gate, schedule=schedule, workspaces=workspaces,
-                norm=norm,
             )  # fmt: skip
     if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # [0, T]: that sequence, which may be cut
         cu_seqlens = None
-    if norm is not None:
-        norm, schedule = replace(norm, gate=_rows(norm.gate)), "two_pass"
     p = _Problem(
-        _rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens, gate, workspaces, norm,
+        _rows(q), _rows(k), _rows(v), _rows(g), beta, a_log, dt_bias, scale, lower_bound, cu_seqlens, gate, workspaces,
     )  # fmt: skip
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (p.sequences, p.heads, 128, 128)
@@ -191,22 +176,19 @@ def forward(
 
 
 def _compile_ahead(p: _Problem, s0: Tensor | None, st: Tensor | None) -> None:
-    """At the first call of a kind the kernels of all schedules, also with a norm where no gradients are recorded, and for dense
-    calls those of `SHORT` ones."""
+    """At the first call of a kind the kernels of all schedules, and for dense calls those of `SHORT` ones."""
     packed = p.cu_seqlens is not None
-    recorded = torch.is_grad_enabled()
-    dtypes = (None if t is None else t.dtype for t in (p.cu_seqlens, s0, st))
-    kind = (p.index, p.gate, p.beta.dtype, *p.q.shape[2:], p.heads, recorded, *dtypes)
+    optional = (p.cu_seqlens, s0, st)
+    kind = (p.index, p.gate, p.beta.dtype, *p.q.shape[2:], p.heads, *(None if t is None else t.dtype for t in optional))
     if not first_of_kind(("hopper", kind), p.q.device):
         return
     few = p.begin(min(p.tokens, CHUNK))
-    both = [few] if recorded else [few, replace(few, norm=Norm(few.v, p.a_log, 1.0))]
     o = few.v.new_empty(few.v.shape)
-    plans: list[Callable[[], object]] = [partial(_two_pass, form, s0, st, o) for form in both]
+    plans: list[Callable[[], object]] = [lambda: _two_pass(few, s0, st, o)]
     if p.gate == BOUNDED:
         plans.append(lambda: _fused(few, s0, st, o))
     if not packed:
-        plans += [partial(_windows, form, s0, st, o, (Window(1, False),) * 2) for form in both]
+        plans.append(lambda: _windows(few, s0, st, o, (Window(1, False),) * 2))
     if not packed and 2 * p.heads <= _sm_count(p.index):  # see `choose`
         plans.append(lambda: _segments(few, s0, st, o, 1))
     if not packed:
@@ -363,20 +345,11 @@ def _scan(
     ranges: int = 1, split: bool | None = None, beside: bool = False,
 ) -> None:  # fmt: skip
     """One pass over n ranges of `length` tokens from token `first` on (or the pack's), from s0, writing o and, where wanted,
-    to st the states of sequences, which are cut into `ranges` each. split: value channels by halves, without a norm.
-    beside: the next launch may begin meanwhile."""
+    to st the states of sequences, which are cut into `ranges` each. split: value channels by halves. beside: the next launch
+    may begin meanwhile."""
     cu, hv = p.cu_seqlens, p.heads
     block = [CHUNK, 64]
     decay = w.decay
-    if p.norm is not None:
-        _launch(
-            kda_normed_scan_kernel, (n * hv, 1),
-            (*w.descriptors, _tiles(p.v, block, _HALF), _tiles(o, block, _HALF), _tiles(p.norm.gate, block, _HALF)),
-            (decay, w.ranks, o, decay if s0 is None else s0, decay if st is None else st, p.norm.weight), (hv,),
-            (length, p.q.shape[0] * p.tokens, first, int(s0 is not None), 0 if st is None else ranges, int(beside), p.norm.eps),
-            (cu is not None,), p.index,
-        )  # fmt: skip
-        return
     sms = _sm_count(p.index)
     split = is_split(n * hv, sms) if split is None else split
     for halves in {is_split(hv, sms), False} if planning.jobs is not None else {split}:
@@ -391,7 +364,7 @@ def _scan(
 
 def _two_pass(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None:
     if p.cu_seqlens is None and p.q.shape[0] == 1 and planning.jobs is None:
-        plan = windows(ceil_div(p.tokens, CHUNK), p.heads, _sm_count(p.index), p.norm is not None)
+        plan = windows(ceil_div(p.tokens, CHUNK), p.heads, _sm_count(p.index))
         if len(plan) > 1:
             return _windows(p, s0, st, o, plan)
     return _scan(p, _prepare(p), s0, st, o, n=p.sequences, length=p.tokens)

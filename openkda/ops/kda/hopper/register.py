@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openkda.ops.device.api import define
 from openkda.ops.kda.call import CALLS, KDACall, KDAOutput
-from openkda.ops.kda.hopper.launch import Norm, forward
+from openkda.ops.kda.hopper.launch import forward
 from openkda.ops.kda.triton.launch import packed
 from openkda.ops.kda.triton.register import as_tensor_pair, replay_of
 from openkda.ops.triton.api import dense, record
@@ -42,9 +42,7 @@ def _kda_hopper(q, k, v, g, beta, A_log, dt_bias, cu, state, scale, bound, gate,
     return o, o.new_empty(0) if final is None else final
 
 
-def _forward(
-    workspaces, q, k, v, g, beta, A_log, dt_bias, cu, state, scale, bound, gate, want_state, norm: Norm | None = None
-):  # fmt: skip
+def _forward(workspaces, q, k, v, g, beta, A_log, dt_bias, cu, state, scale, bound, gate, want_state):
     HV = v.shape[2]
     if A_log is None:
         A_log = torch.zeros(HV, dtype=torch.float32, device=v.device)
@@ -52,7 +50,7 @@ def _forward(
         dt_bias = torch.zeros(HV * 128, dtype=torch.float32, device=v.device)
     return forward(
         q, k, v, g, dense(beta), A_log, dt_bias, scale=scale, lower_bound=bound, initial_state=packed(state),
-        final_state=want_state, cu_seqlens=packed(cu), gate=gate, workspaces=workspaces, norm=norm,
+        final_state=want_state, cu_seqlens=packed(cu), gate=gate, workspaces=workspaces,
     )  # fmt: skip
 
 

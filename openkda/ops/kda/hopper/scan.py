@@ -132,25 +132,9 @@ def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
 
 
 @gluon.jit
-def _wait_until_written(pending: gl.constexpr):
-    """Until all but `pending` of this role's copies to memory have arrived there; `tma.store_wait` waits for their source."""
-    if pending == 0:
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _hand_over(ready, c):
-    gl.thread_barrier()
-    mbarrier.arrive(ready.index(c & 1), count=1)
-
-
-@gluon.jit
 def scan_partition(
     v_desc, o_desc, o_ptr, s0_ptr, st_ptr, v_s, ops, bars, row0, length, n_seq, out_seq, hv, HV, half,
-    STATE_IN: gl.constexpr, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True, HAND: gl.constexpr = False,
-    TELL: gl.constexpr = False,
+    STATE_IN: gl.constexpr, VALUES: gl.constexpr = True, OUTPUT: gl.constexpr = True,
 ):  # fmt: skip
     """Warpgroup that carries 64 value rows of the transposed state through prepared chunks, in registers. Nothing but
     R, U and S is in the chain from state to state:
@@ -161,11 +145,9 @@ def scan_partition(
     v_s: four tiles, for values on their way, values, outputs and outputs on their way. STATE_IN: 0 zeros, 1 number n_seq of
     s0_ptr (zeros if negative), 2 the identity. The state that leaves is number out_seq of st_ptr, not written if negative.
     VALUES=False takes v = 0, OUTPUT=False writes no o: from the identity the two give the transition matrix of the whole range.
-    HAND: another role sees to o (scan_norm.py). It hears of it at a third barrier of bars and says at a fourth that its tile is
-    free.
     """
     kt_s, qt_s, kh_s, dec_s, tt_s, m_s = ops
-    v_full, operand_bars = bars[0], bars[1]
+    v_full, operand_bars = bars
     kq_ready, kh_ready, kh_free, tm_ready, free = operand_bars
     chunks = (length + 63) // 64
     col0 = hv * 128 + half * 64
@@ -195,10 +177,7 @@ def scan_partition(
                 if c > 0:
                     v_p = v_s.index((c - 1) & 3)
                     v_p.permute((1, 0)).store(out)
-                    if HAND:
-                        _hand_over(bars[2], c - 1)
-                    else:
-                        _write_output(o_desc, o_ptr, v_p, row0 + (c - 1) * 64, col0, 64, HV)
+                    _write_output(o_desc, o_ptr, v_p, row0 + (c - 1) * 64, col0, 64, HV)
             r, a = warpgroup_mma_wait(0, deps=[r, a])
             r = _values(v_c) * gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None] - r if VALUES else -r
             ar = gl.convert_layout(r.to(gl.float16), A_T)
@@ -224,34 +203,18 @@ def scan_partition(
             if OUTPUT:
                 o, a, at = warpgroup_mma_wait(0, deps=[o, a, at])
                 out = _output(o, old)
-                if not HAND:
-                    tma.store_wait(0)  # the output of chunk c - 1: its tile is free
-                if TELL:
-                    _wait_until_written(1)
+                tma.store_wait(0)  # the output of chunk c - 1: its tile is free
             a = a_next
             gl.thread_barrier()
-            if TELL:  # noqa: SIM102
-                if c > 1:
-                    gl.atomic_add(bars[2] + half, 1, sem="release")  # the output of chunk c - 2 is in memory
             mbarrier.arrive(free.index(st), count=1)
             mbarrier.arrive(kh_free.index(st), count=1)
-            if HAND:  # noqa: SIM102
-                if c > 1:
-                    mbarrier.wait(bars[3].index(st), phase ^ 1)  # where the output of chunk c - 2 was
             if VALUES:
                 _fetch_values(v_desc, v_full, v_s, row0 + (c + 2) * 64, col0, c + 2, c + 2 < chunks)
         if OUTPUT:
             v_p = v_s.index((chunks - 1) & 3)
             v_p.permute((1, 0)).store(out)
-            if HAND:
-                _hand_over(bars[2], chunks - 1)
-            else:
-                _write_output(o_desc, o_ptr, v_p, row0 + (chunks - 1) * 64, col0, length - (chunks - 1) * 64, HV)
-                tma.store_wait(0)
-                if TELL:
-                    _wait_until_written(0)
-                    gl.thread_barrier()
-                    gl.atomic_add(bars[2] + half, gl.minimum(chunks, 2), sem="release")
+            _write_output(o_desc, o_ptr, v_p, row0 + (chunks - 1) * 64, col0, length - (chunks - 1) * 64, HV)
+            tma.store_wait(0)
     if out_seq >= 0:
         gl.store(st_ptr + _state_offsets(out_seq * HV + hv, half), s * inv[:, None])
 

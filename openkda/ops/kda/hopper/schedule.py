@@ -28,10 +28,6 @@ _SCAN_US = {True: 1.57, False: 2.09}
 """A chunk of a chain by halves of its value channels or whole."""
 _PREPARE_MEMORY_US, _SCAN_MEMORY_US, _HALVES_MEMORY_US = 0.0286, 0.0236, 0.0279
 """A chunk and head cannot be read and written faster, on however many SMs; halves read operands twice."""
-_NORMED_US, _NORMED_MEMORY_US = 3.53, 0.0403
-"""The scan's chunk with the norm of its output in it, which reads 16 KB more."""
-_NORM_US, _NORM_START_US = 0.0121, 3.0
-"""The norm by itself, a chunk and head; a launch."""
 _ENDS_US, _ENDS_MORE_US, _ENDS_MOST_US = 0.23, 0.0218, 1.63
 """Both ends of a segment's chunk, more for each other program."""
 _MERGE_US, _CUT_US = 3.0, 20.5
@@ -94,25 +90,24 @@ def fits_workspace(work: int) -> bool:
 
 
 @lru_cache(4096)
-def windows(chunks: int, heads: int, sms: int, normed: bool = False) -> tuple[Window, ...]:
+def windows(chunks: int, heads: int, sms: int) -> tuple[Window, ...]:
     """How one sequence goes through the two passes. A scan leaves SMs idle, `sms` less its programs, where the next window is
     prepared meanwhile; so each window is by so much longer or shorter than the one before as is prepared while that is scanned.
-    With many heads a scan alone takes all of the memory's speed, and there is one window. normed: by a scan that norms its
-    output, for which a program needs all value channels.
+    With many heads a scan alone takes all of the memory's speed, and there is one window.
     """
 
     def cost(plan: tuple[Window, ...]) -> float:
-        return windows_us(plan, heads, sms, normed) * (_WORTH_WINDOWS if len(plan) > 1 else 1.0)
+        return windows_us(plan, heads, sms) * (_WORTH_WINDOWS if len(plan) > 1 else 1.0)
 
-    return min(_plans(chunks, heads, sms, normed), key=cost)
+    return min(_plans(chunks, heads, sms), key=cost)
 
 
-def _plans(chunks: int, heads: int, sms: int, normed: bool) -> list[tuple[Window, ...]]:
+def _plans(chunks: int, heads: int, sms: int) -> list[tuple[Window, ...]]:
     found = []
-    halves = is_split(heads, sms) and not normed
+    halves = is_split(heads, sms)
     for split in {halves, False}:
         free = sms - heads * (2 if split else 1)
-        ratio = _scan_us(split, heads, normed) / (_PREPARE_US * heads / free) if free > 0 else 0.0
+        ratio = _scan_us(split, heads) / (_PREPARE_US * heads / free) if free > 0 else 0.0
         if not fits_workspace(chunks * heads):
             for beside in (True, False):  # the memory of every other window is used again, or that of each
                 width = max(WORKSPACE // ((2 if beside else 1) * heads * SLOT_BYTES), 1)
@@ -127,18 +122,17 @@ def _plans(chunks: int, heads: int, sms: int, normed: bool) -> list[tuple[Window
     return found
 
 
-def windows_us(plan: tuple[Window, ...], heads: int, sms: int, normed: bool = False) -> float:
+def windows_us(plan: tuple[Window, ...], heads: int, sms: int) -> float:
     """Of one sequence in these windows, microseconds by the constants above."""
-    memory = _NORMED_MEMORY_US if normed else _SCAN_MEMORY_US
     alone = _PREPARE_US * heads / sms
     us = alone * plan[0].chunks + _PREPARE_START_US + _WINDOW_US * (len(plan) - 1)
     for window, following in zip(plan, [*plan[1:], Window(0, False)], strict=True):
         programs = heads * (2 if window.split else 1)
-        step, free = _scan_us(window.split, heads, normed) * ceil_div(programs, sms), max(sms - programs, 0)
+        step, free = _scan_us(window.split, heads) * ceil_div(programs, sms), max(sms - programs, 0)
         scan, left = step * window.chunks, float(following.chunks)
         if free and left and following.beside:
             beside = _PREPARE_US * heads / free
-            wanted = heads * (memory / step + _PREPARE_MEMORY_US / beside)
+            wanted = heads * (_SCAN_MEMORY_US / step + _PREPARE_MEMORY_US / beside)
             slower = max(1.0, 1.0 + _SLOWER * (wanted - _SHARED))
             both = min(scan, beside * left) * slower  # until one of them is done
             scan, left = scan - both / slower, left - both / slower / beside
@@ -147,69 +141,43 @@ def windows_us(plan: tuple[Window, ...], heads: int, sms: int, normed: bool = Fa
     return us
 
 
-def _scan_us(split: bool, chains: int, normed: bool = False) -> float:
+def _scan_us(split: bool, chains: int) -> float:
     """A chunk of chains side by side, each on an SM or two."""
-    if normed:
-        return max(_NORMED_US, _NORMED_MEMORY_US * chains)
     return max(_SCAN_US[split], (_HALVES_MEMORY_US if split else _SCAN_MEMORY_US) * chains)
 
 
+@lru_cache(4096)
 def choose(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True) -> Schedule:
     """tokens: T of the call. sequences: B, or the members of the pack. heads: value heads. sms: of the device. fusible: the
     fused kernel, which knows the bounded gate only, may be taken."""
-    return cheapest(tokens, sequences, heads, packed, sms, fusible)[0]
-
-
-@lru_cache(4096)
-def cheapest(
-    tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True
-) -> tuple[Schedule, float]:
-    """What `choose` chooses, and its microseconds."""
     work, chains = slots(tokens, sequences, packed) * heads, sequences * heads
-    longest = _longest(tokens, sequences, packed)
-    fused = _FUSED_US * _makespan(work, longest, chains, sms, packed) + _FUSED_START_US if fusible else float("inf")
-    two_pass = _two_pass_us(tokens, sequences, heads, packed, sms)
-    if not fits_workspace(work):
-        return ("two_pass", two_pass) if not packed and sequences == 1 else ("fused", fused)
-    best: tuple[Schedule, float] = ("fused", fused) if fused < two_pass else ("two_pass", two_pass)
+    # Of a pack's lengths the host knows the sum: the longest is taken to be twice the mean.
+    longest = ceil_div(tokens, CHUNK)
     if packed:
-        return best
-    least = _WORTH * best[1]
+        longest = min(longest, 2 * slots(tokens, sequences, packed) // sequences)
+    fused = _FUSED_US * _makespan(work, longest, chains, sms, packed) + _FUSED_START_US if fusible else float("inf")
+    if not fits_workspace(work):
+        return "two_pass" if not packed and sequences == 1 else "fused"
+    preparing = _PREPARE_US * work / sms + _PREPARE_START_US
+    split = is_split(chains, sms)
+    scan = max(
+        _scan_us(split, min(chains, sms)) * _makespan(work, longest, chains, sms, packed), _SCAN_MEMORY_US * work
+    )
+    two_pass = preparing + scan
+    if packed:
+        return "fused" if fused < two_pass else "two_pass"
+    if sequences == 1:
+        plan = windows(longest, heads, sms)
+        two_pass = windows_us(plan, heads, sms)
+    best: Schedule = "fused" if fused < two_pass else "two_pass"
+    least = _WORTH * min(fused, two_pass)
     for count in range(2, min(sms // chains, longest) + 1):
         length = ceil_div(longest, count)
         if ceil_div(longest, length) == count and (sequences == 1 or tokens % (length * CHUNK) == 0):
             cost = segments_us(longest, sequences, count, heads, sms)
             if cost < least:
-                best, least = (("segments", count), cost), cost
+                best, least = ("segments", count), cost
     return best
-
-
-def _longest(tokens: int, sequences: int, packed: bool) -> int:
-    """Chunks of the longest sequence. Of a pack's lengths the host knows the sum: it is taken to be twice the mean."""
-    longest = ceil_div(tokens, CHUNK)
-    return min(longest, 2 * slots(tokens, sequences, packed) // sequences) if packed else longest
-
-
-def _two_pass_us(tokens: int, sequences: int, heads: int, packed: bool, sms: int, normed: bool = False) -> float:
-    work, chains = slots(tokens, sequences, packed) * heads, sequences * heads
-    longest = _longest(tokens, sequences, packed)
-    if not packed and sequences == 1:
-        return windows_us(windows(longest, heads, sms, normed), heads, sms, normed)
-    split = is_split(chains, sms) and not normed
-    span = _makespan(work, longest, chains, sms, packed)
-    memory = _NORMED_MEMORY_US if normed else _SCAN_MEMORY_US
-    scan = max(_scan_us(split, min(chains, sms), normed) * span, memory * work)
-    return _PREPARE_US * work / sms + _PREPARE_START_US + scan
-
-
-@lru_cache(4096)
-def norm_pays(tokens: int, sequences: int, heads: int, packed: bool, sms: int, fusible: bool = True) -> bool:
-    """Whether two passes whose scan norms the output beat the cheapest schedule with a norm behind it; sizes as in `choose`."""
-    work = slots(tokens, sequences, packed) * heads
-    if (packed or sequences > 1) and not fits_workspace(work):
-        return False
-    separate = cheapest(tokens, sequences, heads, packed, sms, fusible)[1] + _NORM_US * work + _NORM_START_US
-    return _two_pass_us(tokens, sequences, heads, packed, sms, normed=True) < separate
 
 
 def segments_us(chunks: int, sequences: int, count: int, heads: int, sms: int) -> float:
