@@ -3,8 +3,8 @@ the same time.
 
 Times of the parts on one H200, in microseconds, from which the cost of each schedule follows; the scan gives each half of the
 value channels its own CTA while twice the chains fit the SMs. They pick the fastest measured schedule of every line of
-benchmarks/results/hopper-forward-nvidia-h200.json but one (12 heads of 8x1024, 1 % off), and are 2.5 % (windows) and 2.8 %
-(segments) off in other plans, root mean square of 130.
+benchmarks/results/hopper-forward-nvidia-h200.json, and are 2.5 % (windows) and 2.8 % (segments) off in other plans, root mean
+square of 130.
 
     fused      needs no workspace, but a chain has one SM: packs and batches, whose chains fill the card evenly
     two_pass   one long sequence: its factors are prepared on all SMs, however few the heads; in windows where SMs are left
