@@ -28,9 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from openkda.ops.kda.hopper.factors import (
-    A3B,
     A3H,
-    B3B,
     B3H,
     FLAT1,
     FLAT2,
@@ -42,6 +40,7 @@ from openkda.ops.kda.hopper.factors import (
     S64,
     _flat,
     _half_view,
+    _inner_products,
     _row,
     _rows,
     _sum_operand,
@@ -92,10 +91,7 @@ def places_in(ab_s):
 def _norm_and_marks(x_s):
     """|x|^2 of the 64 rows of a raw tile, as `_square_norm`, and which rows from `FIRST` on [tile, 8] have a mean cosine with
     those of their tile before them that exceeds `NEAR`, all of one length."""
-    x = x_s.load(M2).reshape([4, 16, 128])
-    a = gl.convert_layout(x, A3B, assert_trivial=True)
-    b = gl.convert_layout(x.permute((0, 2, 1)), B3B, assert_trivial=True)
-    d = mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
+    d = _inner_products(x_s)
     row = gl.arange(0, 16, layout=ROW1)[None, :, None]
     col = gl.arange(0, 16, layout=COL1)[None, None, :]
     norm = gl.sum(gl.where(row == col, d, 0.0), axis=2)

@@ -184,12 +184,18 @@ def _gates(g_s, c2_s, t_s, c1, bound2):
 
 
 @gluon.jit
-def _square_norm(x_s):
-    """|x|^2 of the 64 rows of a raw tile: the diagonal of a tensor core product of the tile with itself."""
+def _inner_products(x_s):
+    """Of the rows of a raw tile of 64 with those of their tile of 16."""
     x = x_s.load(M2).reshape([4, 16, 128])
     a = gl.convert_layout(x, A3B, assert_trivial=True)
     b = gl.convert_layout(x.permute((0, 2, 1)), B3B, assert_trivial=True)
-    d = mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
+    return mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, M3))
+
+
+@gluon.jit
+def _square_norm(x_s):
+    """|x|^2 of the 64 rows of a raw tile: the diagonal of a tensor core product of the tile with itself."""
+    d = _inner_products(x_s)
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
     return gl.sum(gl.where(i == j, d, 0.0), axis=2)
