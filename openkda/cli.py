@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +27,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# Options that take several values, as in `--data a b c`; the parser itself wants the name before each.
-_SEVERAL = ("--data", "--val-data", "--set", "--stop", "--length")
+# Options that take several values, as in `--data a b c`, and what one looks like; the parser itself wants the name before each.
+_SEVERAL: dict[str, Callable[[str], bool]] = dict.fromkeys(
+    ("--data", "--val-data", "--set", "--stop"), lambda value: True
+)
+_SEVERAL["--length"] = str.isdigit  # a model may stand behind them
 
 Data = Annotated[list[str], typer.Option("--data", help="Files or directories of text; python-stdlib for that.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
@@ -278,7 +282,7 @@ def _spread(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("-") and argument != "-":
             option, fresh = argument if argument in _SEVERAL else "", True
-        elif option and not fresh and (option != "--length" or argument.isdigit()):  # behind which a model may stand
+        elif option and not fresh and _SEVERAL[option](argument):
             out.append(option)
         else:
             fresh = False

@@ -42,9 +42,7 @@ from openkda.ops.kda.hopper import (
 )
 from openkda.ops.kda.triton import backward as portable
 
-_FORWARD = (
-    instructions, factors, apart, chains, state, prepare, levels, scan, fused_factors, fused_state, forward,
-)  # fmt: skip
+_FORWARD = (instructions, factors, apart, chains, state, prepare, levels, scan, fused_factors, fused_state, forward)
 _WALKS = (instructions, factors, chains, state, gradient_tiles, products, scan, replay, reverse)
 
 

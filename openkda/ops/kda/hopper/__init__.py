@@ -54,7 +54,7 @@ def refusals(call: KDACall) -> list[str]:
         reasons.append(f"a scale of 2^-10 to 2^12, received {call.scale}")
     if call.keeps and not _keeps_chunks():
         reasons.append("recompute other than False, received False (its backward does not read the forward's chunks)")
-    if call.num_sequences > MAX_SEQUENCES and call.cu_seqlens is not None:
+    if call.is_pack and call.num_sequences > MAX_SEQUENCES:
         reasons.append(f"at most {MAX_SEQUENCES} sequences in a pack, received {call.num_sequences}")
     return reasons
 

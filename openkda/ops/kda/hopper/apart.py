@@ -108,6 +108,14 @@ def store_marks(marks_s, marks):
 
 
 @gluon.jit
+def _marked_norm(x_s, marks_s):
+    """|x|^2 of the 64 rows of a raw tile; the marks go to marks_s."""
+    norm, marks = _norm_and_marks(x_s)
+    store_marks(marks_s, marks)
+    return norm
+
+
+@gluon.jit
 def are_near(marks_s, n):
     """Whether one of a tile's last two keys has a mark. n tokens are real."""
     i = gl.arange(0, 64, layout=PAIR)

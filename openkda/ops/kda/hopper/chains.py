@@ -11,7 +11,7 @@ from openkda.ops.kda.hopper.instructions import let_dependents_start
 
 LSEQ = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LENTRY = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-MARKS = gl.constexpr(4 + 4 * 1024)  # behind the counter and the ranks of the longest pack: four marks a ticket
+MARKS = gl.constexpr(4 + 4 * 1024)  # behind the counter and the ranks of the longest pack (PADDED): four marks a ticket
 
 
 @gluon.jit

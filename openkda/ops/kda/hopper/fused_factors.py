@@ -292,13 +292,8 @@ def score_partition(stages, hand, bars, places, AGAIN: gl.constexpr):
             raw = (q_s.index(st), k_s.index(st), g_s.index(st))
             if AGAIN:
                 n = length - c * 64
-                sums_s, marks_s, work_s, rows_s, keys_s = (
-                    hand[4],
-                    hand[5].index(odd),
-                    hand[6][0],
-                    hand[6][1],
-                    hand[6][2],
-                )
+                sums_s, marks_s = hand[4], hand[5].index(odd)
+                work_s, rows_s, keys_s = hand[6]
                 near = are_near(marks_s, n)
                 if near:
                     _difference_columns(

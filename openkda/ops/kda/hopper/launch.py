@@ -8,6 +8,7 @@
 
 A launch "beside" (programmatic dependent launch) may begin once every program of the kernel before has begun, of which it reads
 nothing; its last program ends behind that kernel, so that whatever follows waits for both. Nobody waits for another program.
+The walk of a pack begins beside its ranks, which it does read: it waits until that kernel is done.
 
 Nothing here waits for the device or reads a tensor's values. Descriptors and pointers are built from addresses alone: a
 view of a tensor costs two microseconds, a checked descriptor six, Triton's own launch a hundred, and a call has fifteen
@@ -438,13 +439,15 @@ def _fused(p: _Problem, s0: Tensor | None, st: Tensor | None, o: Tensor) -> None
     if cu is not None:
         for padded in _vectors(p):
             _launch(kda_ranks_kernel, (1, 1), (), (ranks, cu), (), (n,), (padded,), p.index)
+    matrices = (
+        _tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
+        _tiles(o, half, _HALF),
+    )  # fmt: skip
+    pointers = (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks)
     for again in (False, True) if APART else (False,):
         options = {"launch_pdl": True} if cu is not None and not again else {}
         _launch(
-            kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1),
-            (_tiles(p.q, block, _ROWS), _tiles(p.k, block, _ROWS), _tiles(p.g, block, _ROWS), _tiles(p.v, half, _HALF),
-             _tiles(o, half, _HALF)),
-            (o, p.beta, p.a_log, p.dt_bias, o if s0 is None else s0, o if st is None else st, ranks),
-            (hv, hv // p.q.shape[2]), (p.tokens, n * hv, p.scale, p.lower_bound),
+            kda_forward_kernel, (min(n * hv, _sm_count(p.index)), 1), matrices, pointers, (hv, hv // p.q.shape[2]),
+            (p.tokens, n * hv, p.scale, p.lower_bound),
             (0 if s0 is None else 1, st is not None, cu is not None, again), p.index, **options,
         )  # fmt: skip

@@ -14,14 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.apart import (
-    _difference_columns,
-    _last_rows,
-    _norm_and_marks,
-    are_near,
-    places_in,
-    store_marks,
-)
+from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _marked_norm, are_near, places_in
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     A2H,
@@ -254,9 +247,7 @@ def _chunk(
         store_norms(norm_ptr, rk, rq, n)
     else:
         marks_s = places_in(inversion[2])[0]
-        norm, marks = _norm_and_marks(k_s)
-        rk = _rsqrt(norm + 1e-6)
-        store_marks(marks_s, marks)
+        rk = _rsqrt(_marked_norm(k_s, marks_s) + 1e-6)
     rq = scale * rq
     dec = _tile_factors(t_s.load(FR), xb_s, fk_s, ck_s, e1_s)
     gl.store(dec_ptr + ws.to(gl.int64) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FR)), dec)

@@ -17,14 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from openkda.ops.kda.hopper.apart import (
-    _difference_columns,
-    _last_rows,
-    _norm_and_marks,
-    are_near,
-    places_in,
-    store_marks,
-)
+from openkda.ops.kda.hopper.apart import _difference_columns, _last_rows, _marked_norm, are_near, places_in
 from openkda.ops.kda.hopper.chains import chunks_before, write_ranks
 from openkda.ops.kda.hopper.factors import (
     CUT,
@@ -214,9 +207,7 @@ def _prepare_chunk(
     rq = _rsqrt(_square_norm(q_s) + 1e-6)
     if APART:
         marks_s = places_in(inversion[2])[0]
-        norm, marks = _norm_and_marks(k_s)
-        rk = _rsqrt(norm + 1e-6)
-        store_marks(marks_s, marks)
+        rk = _rsqrt(_marked_norm(k_s, marks_s) + 1e-6)
     else:
         rk = _rsqrt(_square_norm(k_s) + 1e-6)
     if NORMS:
