@@ -1,0 +1,67 @@
+"""Barriers that order nothing, left out of Hopper kernels.
+
+Between two accesses of one buffer, one of them a write, Triton 3.6 puts a barrier of all four warps, and another one between an
+arrival at an mbarrier and whatever touches shared memory next. It does not ask which bytes an access touches, nor which warp
+does: a warp that reads its own sixteen rows and writes them in place waits for three others at every slice. A chunk of the
+fused kernel went through 57 such barriers, 39 of them for nothing: 2.4 % of its time on an H200 (docs/decisions.md).
+
+`unordered()` stands before an access and says that the barrier put there orders nothing. It leaves a comment in the PTX, and
+`leave_out` takes the barrier behind that comment away. Without the hook a kernel is as right, and slower. That no byte goes
+from one warp to another at such a place is checked on a CPU, warp by warp (tests/ops/kda/gluon_clocks_on_cpu.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from triton import knobs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+_MARK = "// openkda: unordered"
+_BARRIER = re.compile(r"\s*bar\.sync\s+\d+, \d+;")
+_ACCESS = re.compile(r"\bshared\b|ldmatrix|stmatrix|mbarrier|wgmma|cp\.async|\bbra\b|^\$L__BB")
+
+
+@gluon.jit
+def unordered():
+    """The barrier before the next access to shared memory orders nothing."""
+    gl.inline_asm_elementwise(
+        "// openkda: unordered $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+def leave_out(ptx: str) -> str:
+    """PTX without the barriers that directly follow a mark, the next access to shared memory behind them."""
+    if _MARK not in ptx:
+        return ptx
+    kept: list[str] = []
+    marked = False
+    for line in ptx.split("\n"):
+        if _MARK in line:
+            marked = True
+        elif marked and _BARRIER.match(line):
+            marked = False
+            continue
+        elif _ACCESS.search(line):
+            marked = False
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def _install() -> None:
+    """Adds `leave_out` to Triton's stages, behind what others have there."""
+    before = knobs.runtime.add_stages_inspection_hook
+
+    def stages_with(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
+        if before is not None:
+            before(backend, stages, *rest)
+        if "ptx" in stages:
+            make = stages["ptx"]
+            stages["ptx"] = lambda source, metadata: leave_out(make(source, metadata))
+
+    knobs.runtime.add_stages_inspection_hook = stages_with
+
+
+_install()
