@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from openkda.ops.kda.hopper.instructions import _ex2, _ex2_neg, _rcp
+from openkda.ops.kda.hopper.unordered import unordered
 
 W = gl.constexpr(64)  # channels per slice: 32 fp32 registers a thread
 FAR_BELOW = gl.constexpr(-158)  # -3e38 in bfloat16's bits
@@ -135,6 +136,7 @@ def _scaled(x, f):
 @gluon.jit
 def _rows(smem, s: gl.constexpr, width: gl.constexpr):
     """Slice s of a raw [64, 128] tile as fp32 [4, 16, width] in the accumulator layout."""
+    unordered()
     x = smem.slice(width * s, width, dim=1).load(M2)
     return gl.convert_layout(x.reshape([4, 16, width]), M3, assert_trivial=True).to(gl.float32)
 
@@ -226,7 +228,9 @@ def _tile_factors(t, xb_s, fk_s, ck_s, e1_s):
     before = gl.where(tile == 0, 0.0, gl.where(tile == 1, t0, gl.where(tile == 2, t0 + t1, t0 + t1 + t2)))
     after = gl.where(tile == 3, 0.0, gl.where(tile == 2, t3, gl.where(tile == 1, t2 + t3, t1 + t2 + t3)))
     _store_slices(xb_s, gl.where(tile == 3, t2, 0.0))
+    unordered()
     _store_slices(fk_s, before)
+    unordered()
     _store_slices(ck_s, after)
     e1_s._reinterpret(gl.float16, [128], FLAT1).store(_ex2(gl.sum(t1, axis=0)).to(gl.float16))
     return _ex2(gl.sum(t, axis=0))
@@ -266,7 +270,9 @@ def _rescale_columns(kc_s, ck_s):
     x0 = gl.convert_layout(halves.index(0).load(M2).reshape([4, 16, W]), M3, assert_trivial=True)
     x1 = gl.convert_layout(halves.index(1).load(M2).reshape([4, 16, W]), M3, assert_trivial=True)
     halves.index(0).store(_to_chunk_end(x0, ck_s, 0))
-    halves.index(1).store(_to_chunk_end(x1, ck_s, 1))
+    x1 = _to_chunk_end(x1, ck_s, 1)
+    unordered()
+    halves.index(1).store(x1)
 
 
 @gluon.jit
@@ -316,6 +322,7 @@ def _row_slice(g_s, q_s, k_s, rq, rk, kc_s, e1_s, xb_s, fk_s, acc, half: gl.cons
 def _store_pair(dst_s, x0, x1):
     """Two neighbouring halves as the 32 channels of an operand's slice."""
     x = gl.join(x0, x1).permute((0, 1, 3, 2)).reshape([64, 2 * WR])
+    unordered()
     dst_s.store(gl.convert_layout(x, M2, assert_trivial=True))
 
 
@@ -385,6 +392,7 @@ def _masked(acc, b_s, UP: gl.constexpr = CUT):
     ld, la, l0, l1, md, ma, m0, m1 = acc
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M3)))[None, :, None]
     col = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, M3)))[None, None, :]
+    unordered()
     b3 = b_s.reshape([4, 16]).load(gl.SliceLayout(2, M3))[:, :, None]
     bp = b_s.reshape([2, 32]).load(gl.SliceLayout(2, MP))[:, :, None]
     b2 = b_s.load(gl.SliceLayout(1, M2))[:, None]
@@ -414,18 +422,22 @@ def _merge_tiles(la, lf, x_s, p_s, th_s, p2_s):
     lap = gl.convert_layout(la, APH, assert_trivial=True)
     xe = x_s.reshape([2, 32, 16]).slice(0, 16, dim=1).load(LPAIRX)
     p = mma_v2(lap, gl.convert_layout(xe, BPH, assert_trivial=True), gl.zeros([2, 32, 16], gl.float32, MP))
+    unordered()
     p_s.store(p.reshape([4, 16, 16]).to(gl.float16))
+    unordered()
     xa = x_s.load(A3H)
     gl.thread_barrier()
     adj = -mma_v2(xa, p_s.load(B3H), gl.zeros([4, 16, 16], gl.float32, M3))
     diag = gl.convert_layout(xa, M3).to(gl.float32)
     th = _halves(diag, adj)
     th16 = th.to(gl.float16)
+    unordered()
     th_s.store(th16)
     gl.thread_barrier()
     # Block of tiles 2, 3 against 0, 1: -T_hi L T_lo. Rows 0..31 of both products are unused.
     lfh = gl.convert_layout(lf, A2H, assert_trivial=True)
     p2 = mma_v2(lfh, th_s.slice(0, 32, dim=0).load(B2H), gl.zeros([64, 32], gl.float32, M2))
+    unordered()
     p2_s.store(p2.to(gl.float16))
     gl.thread_barrier()
     tha = gl.convert_layout(th16, A2H, assert_trivial=True)
@@ -440,6 +452,7 @@ def _store_t(tt_s, th, low, b_s):
     bhi = b_s.slice(32, 32, dim=0).load(gl.SliceLayout(0, M2))[None, :]
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2))[:, None]
     tt_s.slice(0, 32, dim=1).store((gl.where(row < 32, th, low) * blo).to(gl.float16))
+    unordered()
     tt_s.slice(32, 32, dim=1).store((gl.where(row < 32, 0.0, th) * bhi).to(gl.float16))
 
 
@@ -448,4 +461,5 @@ def _store_m(m_s, halves, far):
     """M from its diagonal halves and its lower left block."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, M2))[:, None]
     m_s.slice(0, 32, dim=1).store(gl.where(row < 32, halves, far))
+    unordered()
     m_s.slice(32, 32, dim=1).store(gl.where(row < 32, 0.0, halves).to(gl.float16))

@@ -48,6 +48,7 @@ from openkda.ops.kda.hopper.factors import (
     _tri,
 )
 from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt, wait_for_the_kernel_before
+from openkda.ops.kda.hopper.unordered import unordered
 
 DRAW = gl.constexpr(
     5
@@ -61,10 +62,12 @@ def _gate_columns(g_s, k_s, rk, kc_s, c2_s, t_s, c1, per, s):
     """Slice s of 32 channels: raw gates to log2 decays in fp16, in place, their tile sums to t_s, keys scaled to the end of
     their tile to kc_s. The decays are the operand of the sums as they leave the gate: they need not come back from memory."""
     view = _half_view(g_s)._reinterpret(gl.float16, [4, 64, SW], S64).index(s)
+    unordered()
     x = view.load(LBS).to(gl.bfloat16, bitcast=True).to(gl.float32)
     c2 = c2_s._reinterpret(gl.float32, [4, SW], FLAT1).index(s).load(gl.SliceLayout(0, LBS))
     x = _rcp(_ex2(x * c1 + c2[None, :]) * per + per)
     x16 = x.to(gl.float16)
+    unordered()
     view.store(x16)
     t_s._reinterpret(gl.float32, [4, 4, SW], FLAT2).index(s).store(gl.sum(x.reshape([4, 16, SW]), axis=1))
     b = gl.convert_layout(x16.reshape([4, 16, SW]), B3H, assert_trivial=True)
@@ -102,9 +105,12 @@ def fetch(descs, stages, full, st, row, hv, groups, pred):
     qk_full, g_full = full
     column = hv // groups * 128
     mbarrier.expect(qk_full.index(st), 32768, pred=pred)
+    unordered()
     tma.async_copy_global_to_shared(k_desc, [row, column], qk_full.index(st), k_s.index(st), pred=pred)
+    unordered()
     tma.async_copy_global_to_shared(q_desc, [row, column], qk_full.index(st), q_s.index(st), pred=pred)
     mbarrier.expect(g_full.index(st), 16384, pred=pred)
+    unordered()
     tma.async_copy_global_to_shared(g_desc, [row, hv * 128], g_full.index(st), g_s.index(st), pred=pred)
 
 
@@ -173,6 +179,7 @@ def gate_partition(
     while length >= 0:
         c1 = -_rate(rate.to(gl.float32)) * LOG2E
         c2_s.store(bias.to(gl.float32) * c1)
+        gl.thread_barrier()
         chunks = (length + 63) // 64
         mine = ticket
         seen = gl.full([4, 8], 0, gl.int32, LM)
@@ -204,8 +211,10 @@ def gate_partition(
             kc = k_s.index(st)
             gc = g_s.index(st)
             if sent0 == 0:
+                unordered()
                 mbarrier.wait(free.index(st), phase ^ 1)
                 fetch(descs, stages, full, st, row0 + c * 64, hv, groups, True)
+            unordered()
             mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)
             mbarrier.wait(qk_full.index(st), phase)
             b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))  # the stage is this chunk's only now
@@ -230,6 +239,7 @@ def gate_partition(
             rq = scale * _rsqrt(_square_norm(q_s.index(st)) + 1e-6)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             norms.index(2 * odd).store(rk)
+            unordered()
             norms.index(2 * odd + 1).store(rq)
             mbarrier.wait(g_full.index(st), phase)
             if n < 64:
@@ -282,6 +292,7 @@ def score_partition(stages, hand, bars, places, AGAIN: gl.constexpr):
         length = receive(places, turn)[3]
         turn += 1
         for c in range((length + 63) // 64):
+            unordered()
             mbarrier.wait(ready.index(st), phase)
             norms = n_s._reinterpret(gl.float32, [4, 4, 16], FLAT2)
             rk = norms.index(2 * odd).load(gl.SliceLayout(2, M3))
@@ -309,12 +320,15 @@ def score_partition(stages, hand, bars, places, AGAIN: gl.constexpr):
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)
+            unordered()
             mbarrier.arrive(hand_free.index(odd), count=1)
             tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
             diagonal, neighbours, far = parts_of_l(tm_s)
             low, m = _masked(acc, b_s.index(st))
             diagonal._reinterpret(gl.float32, [16, 4, 16], FLAT3).permute((1, 2, 0)).store(low[0])
+            unordered()
             far.store(low[2])
+            unordered()
             _store_m(tm_s.index(0), m[0], m[1])
             neighbours.store(low[1])
             fence_async_shared()

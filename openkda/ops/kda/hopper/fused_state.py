@@ -26,6 +26,7 @@ from openkda.ops.kda.hopper.state import (
     _values,
     _write_output,
 )
+from openkda.ops.kda.hopper.unordered import unordered
 
 
 @gluon.jit
@@ -33,6 +34,7 @@ def _invert(tm_s, b_s):
     """T = (1 + beta L)^-1 beta in place of the parts of L."""
     diagonal, neighbours, far = parts_of_l(tm_s)
     xp_s = far._reinterpret(gl.float16, [2, 4, 16, 16], FLAT3)
+    unordered()
     la = neighbours.load(APH)
     lf = far.load(A2H)
     x = _substitute(diagonal._reinterpret(gl.float32, [16, 4, 16], FLAT2))
@@ -91,9 +93,11 @@ def fused_state_partition(
                 n = length - c * 64
                 tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
                 if even == half:
+                    unordered()
                     mbarrier.wait(lm_ready.index(st), phase)
                     _invert(tm_s, b_s.index(st))
                     mbarrier.arrive(t_ready.index(st), count=1)
+                unordered()
                 mbarrier.wait(v_full.index(0), even)
                 if n < 64:
                     _clean(v_s, n, 0.0)
@@ -114,7 +118,9 @@ def fused_state_partition(
                 gl.thread_barrier()
                 mbarrier.arrive(kt_read.index(0), count=1)
                 more = c + 1 < chunks
+                unordered()
                 mbarrier.expect(v_full.index(0), 8192, pred=more)
+                unordered()
                 tma.async_copy_global_to_shared(v_desc, [row0 + (c + 1) * 64, col0], v_full.index(0), v_s, pred=more)
                 mbarrier.wait(t_ready.index(st), phase)
                 u = warpgroup_mma(ar, tm_s.index(1).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -133,19 +139,18 @@ def fused_state_partition(
                 _write_output(o_desc, o_ptr, out, row0 + c * 64, col0, n, HV)
                 s = warpgroup_mma(gl.convert_layout(u16, A_S), kc_s.index(st), s, is_async=True)
                 s = warpgroup_mma_wait(0, deps=[s])
-                tma.store_wait(0)
                 if n < 64:
                     fence_async_shared()
+                descs, sends_s, full, groups = sends
                 if half == 1:
-                    descs, sends_s, full, groups = sends
                     word = sends_s.index(st).load(LENTRY)
-                    gl.thread_barrier()
-                    mbarrier.arrive(free.index(st), count=1)
+                tma.store_wait(0)
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(st), count=1)
+                if half == 1:
+                    unordered()
                     mbarrier.wait(free.index(st), phase)
                     fetch(descs, stages, full, st, field(word, 0), field(word, 1), groups, field(word, 2) > 0)
-                else:
-                    gl.thread_barrier()
-                    mbarrier.arrive(free.index(st), count=1)
                 st, phase = next_stage(st, phase)
                 even = even ^ 1
             if STATE_OUT:
