@@ -39,6 +39,7 @@ from openkda.ops.kda.hopper.state import (  # fmt: skip
     _values,
     _write_output,
 )
+from openkda.ops.kda.hopper.unordered import unordered
 
 
 @gluon.jit
@@ -116,6 +117,7 @@ def _enter(s, inv, v_c, n, VALUES: gl.constexpr):
     if VALUES:
         if n < 64:
             _clean(v_c, n, 0.0)
+        unordered()
         v_max = gl.max(gl.abs(_values(v_c)), axis=1)
     else:
         v_max = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC_T))
@@ -127,7 +129,9 @@ def _enter(s, inv, v_c, n, VALUES: gl.constexpr):
 @gluon.jit
 def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
     f = b & 3
+    unordered()
     mbarrier.expect(v_full.index(f), 8192, pred=pred)
+    unordered()
     tma.async_copy_global_to_shared(v_desc, [row, col0], v_full.index(f), v_s.index(f), pred=pred)
 
 
@@ -176,9 +180,11 @@ def scan_partition(
             if OUTPUT:  # noqa: SIM102 (a constant: the copy without it is not compiled)
                 if c > 0:
                     v_p = v_s.index((c - 1) & 3)
+                    unordered()
                     v_p.permute((1, 0)).store(out)
                     _write_output(o_desc, o_ptr, v_p, row0 + (c - 1) * 64, col0, 64, HV)
             r, a = warpgroup_mma_wait(0, deps=[r, a])
+            unordered()
             r = _values(v_c) * gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None] - r if VALUES else -r
             ar = gl.convert_layout(r.to(gl.float16), A_T)
             mbarrier.wait(tm_ready.index(st), phase)
@@ -198,6 +204,7 @@ def scan_partition(
             a_next = a
             if c + 1 < chunks:
                 if VALUES:
+                    unordered()
                     mbarrier.wait(v_full.index((c + 1) & 3), ((c + 1) >> 2) & 1)
                 s, a_next, sc, inv = _enter(s, inv, v_s.index((c + 1) & 3), length - (c + 1) * 64, VALUES)
             if OUTPUT:
@@ -207,11 +214,13 @@ def scan_partition(
             a = a_next
             gl.thread_barrier()
             mbarrier.arrive(free.index(st), count=1)
+            unordered()
             mbarrier.arrive(kh_free.index(st), count=1)
             if VALUES:
                 _fetch_values(v_desc, v_full, v_s, row0 + (c + 2) * 64, col0, c + 2, c + 2 < chunks)
         if OUTPUT:
             v_p = v_s.index((chunks - 1) & 3)
+            unordered()
             v_p.permute((1, 0)).store(out)
             _write_output(o_desc, o_ptr, v_p, row0 + (chunks - 1) * 64, col0, length - (chunks - 1) * 64, HV)
             tma.store_wait(0)

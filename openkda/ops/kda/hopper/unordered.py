@@ -21,7 +21,9 @@ from triton.experimental.gluon import language as gl
 
 _MARK = "// openkda: unordered"
 _BARRIER = re.compile(r"\s*bar\.sync\s+\d+, \d+;")
-_ACCESS = re.compile(r"(?<!fence\.proxy\.async\.)\bshared\b|ldmatrix|stmatrix|mbarrier|wgmma|cp\.async|\bbra\b|^\$L__BB")
+_ACCESS = re.compile(
+    r"(?<!fence\.proxy\.async\.)\bshared\b|ldmatrix|stmatrix|mbarrier|wgmma|cp\.async|\bbra\b|^\$L__BB"
+)
 
 
 @gluon.jit
