@@ -250,7 +250,7 @@ def gate_partition(
             else:
                 t_s = h_s._reinterpret(gl.float32, [3, 512], FLAT1).index(2 * odd)  # where the anchors follow
             following = next_stage(st, phase)
-            for s in range(4):
+            for s in gl.static_range(4):  # copies: nothing stands between them, and 8x1024 takes 1.2 % less
                 _gate_columns(gc, kc, rk, kc_s.index(st), c2_s, t_s, c1, per, s)
             e1, xb, fk, ck = _anchors(hand, odd)
             dec_s.index(st).store(_tile_factors(by_channel(t_s), xb, fk, ck, e1))
