@@ -5,7 +5,7 @@ that other views of its bytes see what they see there. Every role has a vector c
 arrive to those that wait. Copies and warp-group products are roles of their own for as long as they take: a product reads until
 it is waited for, a copy writes until its barrier turns, or reads until `store_wait`. Two accesses of which one writes and that
 no clock orders are an error, whatever the threads happened to do. Inside a role all is taken to be in order: its own barriers
-are Triton's.
+are Triton's (`gluon_warps_on_cpu.py` looks at those, warp by warp).
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class Bytes:
 
 
 class Layout:
-    def __init__(self, *args: Any, swizzle_byte_width: int = 0, **options: Any) -> None:
-        self.width = swizzle_byte_width
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.args, self.options = args, options
+        self.width = options.get("swizzle_byte_width", 0)
 
     @property
     def value(self) -> Layout:
@@ -123,16 +124,16 @@ class Shared:
     def index(self, i: Any) -> Shared:
         i = int(_plain(i))
         assert 0 <= i < self.shape[0], (i, self.shape)
-        return Shared(self.memory, self.dtype, self.places[i])
+        return type(self)(self.memory, self.dtype, self.places[i])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.memory, self.dtype, self.places.narrow(dim, start, length))
+        return type(self)(self.memory, self.dtype, self.places.narrow(dim, start, length))
 
     def permute(self, order: Any) -> Shared:
-        return Shared(self.memory, self.dtype, self.places.permute(*order))
+        return type(self)(self.memory, self.dtype, self.places.permute(*order))
 
     def reshape(self, shape: Any) -> Shared:
-        return Shared(self.memory, self.dtype, self.places.reshape(*shape))
+        return type(self)(self.memory, self.dtype, self.places.reshape(*shape))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Any, layout: Any) -> Shared:
         first = int(self.places.min())
@@ -140,7 +141,7 @@ class Shared:
         assert int(places.max()) + _size(dtype) <= int(self.places.max()) + _size(self.dtype), (
             "beyond what it is made of"
         )
-        return Shared(self.memory, dtype, places)
+        return type(self)(self.memory, dtype, places)
 
     @property
     def touched(self) -> Tensor:
@@ -354,7 +355,7 @@ def _complete() -> None:
 
 _language = SimpleNamespace(
     **vars(base._language)
-    | dict.fromkeys(base._LAYOUTS, Layout)
+    | {n: type(n, (Layout,), {}) for n in base._LAYOUTS}
     | {
         "allocate_shared_memory": _allocate, "warp_specialize": _specialize, "inline_asm_elementwise": _asm, "where": _where,
         "atomic_add": _atomic_add, "minimum": _extreme(torch.minimum), "maximum": _extreme(torch.maximum),
@@ -368,7 +369,7 @@ _language = SimpleNamespace(
 _NAMES = {
     "gl": _language, "gluon": SimpleNamespace(jit=lambda f=None, **options: f or (lambda g: g)), "mma_v2": _mma,
     "PropagateNan": SimpleNamespace(ALL=None), "fence_async_shared": lambda: None, "warpgroup_mma": _product,
-    "warpgroup_mma_wait": _product_wait,
+    "warpgroup_mma_wait": _product_wait, "unordered": lambda: None,
     "mbarrier": SimpleNamespace(MBarrierLayout=lambda: None, init=_init, arrive=_arrive, expect=_expect, wait=_wait,
                                 invalidate=_invalidate),
     "tma": SimpleNamespace(
@@ -377,15 +378,16 @@ _NAMES = {
 }  # fmt: skip
 
 
-def load(*modules: ModuleType, without: str = "", **constants: Any) -> dict[str, Any]:
+def load(*modules: ModuleType, without: str = "", instead: str = "pass", **constants: Any) -> dict[str, Any]:
     """The names of Gluon modules, one source after the other, with torch under them; then constants in place of theirs.
-    without: a statement of the sources that is left out."""
+    without: a statement of the sources that is left out, or replaced."""
     _complete()
     names = dict(_NAMES)
     for module in modules:
         assert module.__file__ is not None
-        source = re.sub(r"^(from|import) .*?(\((.|\n)*?^\).*$|$)", "", Path(module.__file__).read_text(), flags=re.M)
-        source = source.replace(without, "pass") if without else source
+        source = Path(module.__file__).read_text()  # lines keep their numbers
+        source = re.sub(r"^(from|import) .*?(\((.|\n)*?^\).*$|$)", lambda m: "\n" * m[0].count("\n"), source, flags=re.M)
+        source = source.replace(without, instead) if without else source
         exec(compile(re.sub(r"(\w+): gl\.constexpr = ", r"\1 = ", source), module.__file__, "exec"), names)
     names.update(constants)
     return names

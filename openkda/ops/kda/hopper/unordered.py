@@ -34,22 +34,27 @@ def unordered():
     )  # fmt: skip
 
 
+def behind_marks(lines: list[str]) -> dict[int, int | None]:
+    """Of each line of a PTX with a mark the line with its barrier: the one before the next access to shared memory, if any."""
+    found: dict[int, int | None] = {}
+    mark = None
+    for i, line in enumerate(lines):
+        if _MARK in line:
+            found[i], mark = None, i
+        elif mark is not None and _BARRIER.match(line):
+            found[mark], mark = i, None
+        elif _ACCESS.search(line):
+            mark = None
+    return found
+
+
 def leave_out(ptx: str) -> str:
-    """PTX without the barriers that directly follow a mark, the next access to shared memory behind them."""
+    """PTX without the barriers that marks stand before."""
     if _MARK not in ptx:
         return ptx
-    kept: list[str] = []
-    marked = False
-    for line in ptx.split("\n"):
-        if _MARK in line:
-            marked = True
-        elif marked and _BARRIER.match(line):
-            marked = False
-            continue
-        elif _ACCESS.search(line):
-            marked = False
-        kept.append(line)
-    return "\n".join(kept)
+    lines = ptx.split("\n")
+    gone = set(behind_marks(lines).values())
+    return "\n".join(line for i, line in enumerate(lines) if i not in gone)
 
 
 def _install() -> None:
