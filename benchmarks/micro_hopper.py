@@ -74,13 +74,12 @@ def empty_steps(q_desc, k_desc, g_desc, v_desc, out_ptr, chunks, STAGES: gl.cons
 
 @gluon.jit
 def gate_stub(bars, places, chains, HV, T):
-    ready, hand_free, free = bars[1], bars[2], bars[3]
+    ready, kq_ready, free = bars[1], bars[2], bars[3]
     ticket = gl.program_id(0)
     length = 0
     turn = 0
     st = 0
     phase = 0
-    i = 0
     while length >= 0:
         entry = chain(0, ticket, chains, HV, T, gl.constexpr(False))
         announce(entry, places, turn)
@@ -88,22 +87,21 @@ def gate_stub(bars, places, chains, HV, T):
         ticket += gl.num_programs(0)
         length = field(entry, 3)
         for _ in range((length + 63) // 64):
-            mbarrier.wait(hand_free.index(i & 1), ((i >> 1) & 1) ^ 1)
+            other, turned = next_stage(st, phase ^ 1)
+            mbarrier.wait(kq_ready.index(other), turned)
             mbarrier.wait(free.index(st), phase ^ 1)
             gl.thread_barrier()
             mbarrier.arrive(ready.index(st), count=1)
             st, phase = next_stage(st, phase)
-            i += 1
 
 
 @gluon.jit
 def score_stub(bars, places):
-    ready, kq_ready, lm_ready, hand_free = bars
+    ready, kq_ready, lm_ready = bars
     turn = 0
     length = 0
     st = 0
     phase = 0
-    i = 0
     while length >= 0:
         length = receive(places, turn)[3]
         turn += 1
@@ -111,10 +109,8 @@ def score_stub(bars, places):
             mbarrier.wait(ready.index(st), phase)
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)
-            mbarrier.arrive(hand_free.index(i & 1), count=1)
             mbarrier.arrive(lm_ready.index(st), count=1)
             st, phase = next_stage(st, phase)
-            i += 1
 
 
 @gluon.jit

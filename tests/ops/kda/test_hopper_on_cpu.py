@@ -160,7 +160,7 @@ def test_no_token_of_near_keys_feels_one_behind_it(schedule: str, before: str, a
 @pytest.mark.parametrize(
     "statement",
     ["mbarrier.wait(t_ready.index(st), phase)", "mbarrier.wait(kt_read.index(0), even)", "tma.store_wait(0)",
-     "mbarrier.wait(ready.index(st), phase)", "mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)",
+     "mbarrier.wait(ready.index(st), phase)", "mbarrier.wait(kq_ready.index(other), turned)",
      "mbarrier.wait(g_full.index(st), phase)"],
 )  # fmt: skip
 def test_a_missing_wait_is_found(statement: str) -> None:

@@ -60,7 +60,6 @@ def allocate(AGAIN: gl.constexpr = False):
     t_ready = barriers(3, 1)
     kt_read = barriers(1, 2)
     free = barriers(3, 2)
-    hand_free = barriers(2, 1)
     v0 = (v0_s, barriers(1, 1))
     v1 = (v1_s, barriers(1, 1))
     fence_async_shared()
@@ -73,8 +72,8 @@ def allocate(AGAIN: gl.constexpr = False):
         rows_s = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT1)
         keys_s = gl.allocate_shared_memory(gl.float32, [512], FLAT1)
         hand = (h_s, e1_s, n_s, b_s, sums_s, marks_s, (work_s, rows_s, keys_s))  # type: ignore[assignment]
-    gate_bars = ((qk_full, g_full), ready, hand_free, free)
-    score_bars = (ready, kq_ready, lm_ready, hand_free)
+    gate_bars = ((qk_full, g_full), ready, kq_ready, free)
+    score_bars = (ready, kq_ready, lm_ready)
     state_bars = (kq_ready, lm_ready, t_ready, kt_read, free)
     return stages, hand, (c2_s, sends_s), (dec_s, b_s), (v0, v1), (gate_bars, score_bars, state_bars)
 

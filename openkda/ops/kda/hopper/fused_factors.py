@@ -144,7 +144,7 @@ def gate_partition(
     """
     q_s, k_s, g_s, kc_s = stages
     h_s, n_s, b_s = hand[0], hand[2], hand[3]
-    full, ready, hand_free, free = bars
+    full, ready, kq_ready, free = bars
     qk_full, g_full = full
     chan = gl.arange(0, 128, layout=F1)
     per = _rcp(bound * LOG2E)
@@ -174,7 +174,6 @@ def gate_partition(
     st = 0
     phase = 0
     odd = 0
-    rounds = 0
     turn = 1
     while length >= 0:
         c1 = -_rate(rate.to(gl.float32)) * LOG2E
@@ -214,8 +213,11 @@ def gate_partition(
                 unordered()
                 mbarrier.wait(free.index(st), phase ^ 1)
                 fetch(descs, stages, full, st, row0 + c * 64, hv, groups, True)
+            other, turned = next_stage(
+                st, phase ^ 1
+            )  # of the chunk two before: scores are done with what it handed over
             unordered()
-            mbarrier.wait(hand_free.index(odd), (rounds & 1) ^ 1)
+            mbarrier.wait(kq_ready.index(other), turned)
             mbarrier.wait(qk_full.index(st), phase)
             b_s.index(st).store(_rcp(1.0 + _ex2(-LOG2E * beta.to(gl.float32))))  # the stage is this chunk's only now
             beta = _load_beta(beta_ptr, row, left, head, HV)
@@ -257,7 +259,6 @@ def gate_partition(
             gl.thread_barrier()
             mbarrier.arrive(ready.index(st), count=1)
             st, phase = following
-            rounds += odd
             odd = odd ^ 1
         if not AGAIN:
             at = mine * 4 + gl.arange(0, 4, layout=gl.SliceLayout(1, LM))
@@ -282,7 +283,7 @@ def score_partition(stages, hand, bars, places, AGAIN: gl.constexpr):
     chunks of keys that are nearly one direction as apart.py has them."""
     q_s, k_s, g_s, kc_s = stages
     n_s, b_s = hand[2], hand[3]
-    ready, kq_ready, lm_ready, hand_free = bars
+    ready, kq_ready, lm_ready = bars
     turn = 0
     length = 0
     st = 0
@@ -320,8 +321,6 @@ def score_partition(stages, hand, bars, places, AGAIN: gl.constexpr):
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(kq_ready.index(st), count=1)
-            unordered()
-            mbarrier.arrive(hand_free.index(odd), count=1)
             tm_s = g_s.index(st)._reinterpret(gl.float16, [2, 64, 64], S64)
             diagonal, neighbours, far = parts_of_l(tm_s)
             low, m = _masked(acc, b_s.index(st))
