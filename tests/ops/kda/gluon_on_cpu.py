@@ -217,7 +217,8 @@ _copies = SimpleNamespace(
 def load(*modules: ModuleType, names: dict[str, Any] | None = None) -> dict[str, Any]:
     """The names of Gluon modules, one source after the other, with torch under them."""
     names = (names or {}) | {"gl": _language, "gluon": SimpleNamespace(jit=lambda f=None, **options: f or (lambda g: g)),
-             "async_copy": _copies, "mma_v2": _mma, "unordered": lambda: None, "PropagateNan": SimpleNamespace(ALL=None)}  # fmt: skip
+             "async_copy": _copies, "mma_v2": _mma,
+             "unordered": lambda: None, "PropagateNan": SimpleNamespace(ALL=None)}  # fmt: skip
     for module in modules:
         assert module.__file__ is not None
         source = Path(module.__file__).read_text()

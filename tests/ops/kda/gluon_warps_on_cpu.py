@@ -1,19 +1,19 @@
-"""On top of `gluon_clocks_on_cpu.py`: which warp of a role touches which byte, and whether a barrier stands between two of them.
+"""Which warp of a role touches which byte, and whether a barrier stands between two of them. Over `gluon_clocks_on_cpu.py`.
 
 Every value carries, beside its elements, the set of warps that hold each: from its layout as Triton's own builder understands
 it (an exact map, replicas included) where a value is made, loaded or converted; by the same reshape, permutation or sum behind.
 
-A barrier is taken to be where the source has one, inside of an exchange between warps, and nowhere else but for this: between
-two accesses of the same byte of which one writes Triton has put one (it would be wrong otherwise), somewhere. So what was before
-the first is before the second. Not so if a mark (`unordered`) stands in between: it may be that very barrier that is left out.
-That is less than Triton does, which goes by whole allocations.
+A barrier is where the source has one, inside of an exchange between warps, and then by one rule only: between two accesses of
+one allocation of which one writes Triton has put one somewhere. So what was before the first is before the second; not if a
+mark (`unordered`) stands between them that took a barrier (`marks_taken.py`), for it may have been that one. Triton has more.
 
 The law: between two accesses of a byte by two warps, one of which writes, there is a barrier. An arrival comes from the first
-warp, so whatever the others did has to be behind a barrier; so has their wait for a phase of the barrier that it turns. A copy
-is an access by the first warp, a warp-group product reads with all warps until it has been waited for.
+warp, so whatever the others touched has to be behind a barrier; so has their wait for a phase of the barrier that it turns. A
+copy is an access by the first warp, a warp-group product reads with all warps until it has been waited for. Of a replicated
+value all who hold it are taken to write.
 
-Values that the engine or another role has written are ordered by mbarriers: those are the clocks' affair. Not seen: what other
-inputs would do, accesses of global memory, and scratch memory that Triton puts where another buffer was.
+What the engine or another role has written is ordered by mbarriers: those are the clocks' affair. Not seen: paths that no input
+took, accesses of global memory, fences, and memory that Triton gives to two buffers one after the other, its scratch included.
 """
 
 from __future__ import annotations

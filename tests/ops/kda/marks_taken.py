@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,6 @@ def marks(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> 
 
     with knobs.runtime.scope(), knobs.compilation.scope():
         knobs.runtime.add_stages_inspection_hook, knobs.compilation.always_compile = stages_with, True
-        try:
+        with suppress(_Enough):
             triton.compile(GluonASTSource(kernel, types, fixed), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-        except _Enough:
-            pass
     return found

@@ -1,0 +1,131 @@
+"""Barriers that are left out of Hopper kernels order nothing: warp by warp on a CPU; the compiler says which they are."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
+
+if _triton_release() != TRITON_RELEASE:
+    pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
+import gluon_warps_on_cpu as warps
+import test_hopper
+from marks_taken import Place, marks
+from test_hopper_on_cpu import HEADS, on_the_cpu
+
+from openkda.ops.kda.hopper.factors import FR, LPAIR, M3
+from openkda.ops.kda.hopper.forward import kda_forward_kernel
+from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
+from openkda.ops.kda.hopper.scan import kda_scan_kernel
+from openkda.ops.kda.hopper.unordered import leave_out
+from openkda.testing.inputs import KDAInputs, make_inputs
+
+FUSED = {"STATE_IN": 1, "STATE_OUT": True, "VARLEN": True}
+KERNELS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "fused": [(kda_forward_kernel, FUSED | {"AGAIN": again}) for again in (False, True)],
+    "two_pass": [
+        (kda_prepare_kernel, {"VARLEN": True, "NP": 64, "LAST_FIRST": False, "APART": True}),
+        (kda_scan_kernel, {"VARLEN": True, "SPLIT": False}),
+    ],
+}
+PACKS: dict[str, dict[str, Any]] = {  # all of them packs, as what is compiled
+    "short": {"lengths": (0, 1, 66, 130), "decay": "random"},
+    "long": {"lengths": (400, 70), "decay": "fast"},
+    "near": {"lengths": (193, 40), "decay": "slow", "near_equal_keys": True},
+}
+
+
+@cache
+def marks_of(schedule: str) -> list[tuple[tuple[Place, ...], bool]]:
+    return [m for kernel, constants in KERNELS[schedule] for m in marks(kernel, test_hopper._signature(), constants)]
+
+
+def inputs(name: str) -> KDAInputs:
+    return make_inputs(5, **HEADS | PACKS[name]).to(dtype=torch.bfloat16)
+
+
+def under_the_law(name: str, schedule: str, **changes: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return on_the_cpu(inputs(name), schedule, True, partial(warps.load, marks=marks_of(schedule)), **changes)
+
+
+@pytest.mark.parametrize("schedule", KERNELS)
+@pytest.mark.parametrize("name", PACKS)
+def test_what_is_left_out_orders_nothing(name: str, schedule: str) -> None:
+    found, plain = under_the_law(name, schedule), on_the_cpu(inputs(name), schedule, True)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+BARRIER = "gl.thread_barrier()"
+LEFT_OUT = {
+    "tile sums are read by channel": "x = x_s._reinterpret(gl.float32, [4, 4, 32], FLAT3).permute((1, 0, 2)).load(LT)",
+    "anchors lie where tile sums were": "_store_slices(xb_s,",
+    "columns are read by two warps": "halves.index(0).store(",
+}
+MISSING = {
+    "ready": f"{BARRIER}\n            mbarrier.arrive(ready.index(st), count=1)",
+    "T": f"    fence_async_shared()\n    {BARRIER}\n\n",
+    "Kt read": f"{BARRIER}\n                mbarrier.arrive(kt_read.index(0), count=1)",
+    "output": f"{BARRIER}\n        tma.async_copy_shared_to_global(o_desc",
+    "clean": f"smem.store(clean)\n    {BARRIER}",
+    "bias": f"{BARRIER}\n        chunks =",
+    "chain": f"next_s.index(turn & 1).store(entry)\n    {BARRIER}",
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_a_mark_too_many_is_found(what: str) -> None:
+    """The law itself."""
+    with pytest.raises(AssertionError, match="no barrier between warps"):
+        under_the_law("short", "fused", without=LEFT_OUT[what], instead=f"unordered(); {LEFT_OUT[what]}")
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_missing_barrier_is_found(what: str) -> None:
+    with pytest.raises(AssertionError, match=r"no barrier between warps|not behind a barrier"):
+        under_the_law("long", "fused", without=MISSING[what], instead=MISSING[what].replace(BARRIER, "pass"))
+
+
+def test_every_mark_takes_a_barrier() -> None:
+    """At each place in the sources, in some kernel."""
+    taken: dict[Place, bool] = {}
+    for schedule in KERNELS:
+        for calls, took in marks_of(schedule):
+            taken[calls[0]] = taken.get(calls[0], False) or took
+    assert len(taken) > 20 and all(taken.values()), [at for at, took in taken.items() if not took]
+
+
+def test_who_holds_an_element() -> None:
+    """A row of the tile's warp; channels by warp; and a tile that both warps of a pair hold."""
+    real = {n: getattr(warps._language, n) for n in ("NVMMADistributedLayout", "BlockedLayout", "DistributedLinearLayout")}
+
+    def again(layout: Any) -> Any:
+        return real[type(layout).__name__](**{n: v for n, v in vars(layout).items() if n != "rank"})
+
+    tile = torch.tensor([1, 2, 4, 8])
+    assert torch.equal(warps.held(again(M3.value), [4, 16, 8]), tile[:, None, None].expand(4, 16, 8))
+    assert torch.equal(warps.held(again(FR.value), [4, 128]), tile.repeat_interleave(32).expand(4, 128))
+    assert torch.equal(
+        warps.held(again(LPAIR.value), [2, 16, 16]), torch.tensor([3, 12])[:, None, None].expand(2, 16, 16)
+    )
+
+
+MARK = "\t// begin inline asm\n\t// openkda: unordered %r1\n\t// end inline asm"
+
+
+def test_leave_out() -> None:
+    store, barrier = "\tst.shared.b32 [%r2], %r3;", "\tbar.sync \t2, 128;"
+    text = lambda *lines: "\n".join(lines)  # noqa: E731
+    assert leave_out(text(store, barrier, store)) == text(store, barrier, store)
+    assert leave_out(text(store, MARK, "\tadd.s32 %r2, %r2, 1;", barrier, store)) == text(
+        store, MARK, "\tadd.s32 %r2, %r2, 1;", store
+    )
+    for between in (store, "\tmbarrier.arrive.shared.b64 _, [%r4];", "$L__BB0_1:", "\t@%p1 bra $L__BB0_2;"):
+        kept = text(store, MARK, between, barrier, store)
+        assert leave_out(kept) == kept
+    assert leave_out(text(MARK, barrier, barrier, store)) == text(MARK, barrier, store), "one each"
