@@ -35,6 +35,7 @@ from openkda.ops.kda.hopper.state import (
     _values,
     _write_output,
 )
+from openkda.ops.kda.hopper.unordered import unordered
 
 ROW_S = gl.constexpr(gl.SliceLayout(1, ACC_S.value))
 ROW_T = gl.constexpr(gl.SliceLayout(1, ACC_T.value))
@@ -57,7 +58,9 @@ def row_scale(m):
 def fetch(desc, full, tiles, row, col0, i, pred):
     """The i-th tile on its way; three go round."""
     f = i % 3
+    unordered()
     mbarrier.expect(full.index(f), 8192, pred=pred)
+    unordered()
     tma.async_copy_global_to_shared(desc, [row, col0], full.index(f), tiles.index(f), pred=pred)
 
 
@@ -171,6 +174,7 @@ def replay_partition(
             tma.store_wait(1)  # of this chunk all but U
             gl.thread_barrier()
             mbarrier.arrive(free.index(st), count=1)
+            unordered()
             mbarrier.arrive(kh_free.index(st), count=1)
             fetch(v_desc, v_full, v_s, row0 + (c + 2) * 64, col0, c + 2, c + 2 < chunks)
         tma.store_wait(0)

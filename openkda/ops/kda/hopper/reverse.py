@@ -137,8 +137,7 @@ def reverse_partition(
                 s, a, x, inv, size = _ready_back(s, inv, do_s.index((step + 1) % 3), 64, wide)
             if step == 0:
                 tma.store_wait(0)  # a partial chunk's dD is no copy to be counted
-            else:
-                tma.store_wait(1)  # of this chunk all but dD
+            tma.store_wait(1)  # of this chunk all but dD
             gl.thread_barrier()
             mbarrier.arrive(free.index(st), count=1)
             fetch(do_desc, do_full, do_s, row0 + (c - 2) * 64, col0, step + 2, step + 2 < chunks)
