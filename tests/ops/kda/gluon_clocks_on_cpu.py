@@ -386,7 +386,9 @@ def load(*modules: ModuleType, without: str = "", instead: str = "pass", **const
     for module in modules:
         assert module.__file__ is not None
         source = Path(module.__file__).read_text()  # lines keep their numbers
-        source = re.sub(r"^(from|import) .*?(\((.|\n)*?^\).*$|$)", lambda m: "\n" * m[0].count("\n"), source, flags=re.M)
+        source = re.sub(
+            r"^(from|import) .*?(\((.|\n)*?^\).*$|$)", lambda m: "\n" * m[0].count("\n"), source, flags=re.M
+        )
         source = source.replace(without, instead) if without else source
         exec(compile(re.sub(r"(\w+): gl\.constexpr = ", r"\1 = ", source), module.__file__, "exec"), names)
     names.update(constants)

@@ -28,12 +28,12 @@ import gluon_clocks_on_cpu as clocks
 import gluon_on_cpu as base
 import torch
 from gluon_clocks_on_cpu import Bytes, Layout, Shared, _me
+from gluon_clocks_on_cpu import load as _load
 from gluon_on_cpu import Pointer, Value
+from marks_taken import Place, place
 from torch import Tensor
 from triton._C.libtriton import gluon_ir, ir, nvidia
 from triton.experimental.gluon import language
-
-from marks_taken import Place, place
 
 WARPS = 4
 _HERE = "/kda/hopper/"
@@ -153,9 +153,7 @@ class _Order:
         last = int(self.touched[1:].max()) if announces else 0
         assert last <= self.behind, f"not behind a barrier: {self.places[last]}, announced at {self.places[-1]}"
         waited = self.waits.get(barrier, 0) if self.warps > 1 else 0
-        assert waited <= self.behind, (
-            f"turns while some may still wait: {self.places[waited]}, then {self.places[-1]}"
-        )
+        assert waited <= self.behind, f"turns while some may still wait: {self.places[waited]}, then {self.places[-1]}"
 
     def again(self, done: tuple[Bytes, Tensor], warps: int) -> None:
         """It has gone on reading until here."""
@@ -364,7 +362,9 @@ def _follow() -> None:
         return
     Value.held = Pointer.held = None  # type: ignore[attr-defined]
     signs = ("add", "sub", "mul", "truediv", "and", "or", "mod", "rshift", "lshift", "floordiv")
-    names = [f"__{r}{n}__" for n in signs for r in ("", "r")] + [f"__{n}__" for n in ("lt", "le", "gt", "ge", "eq", "ne")]
+    names = [f"__{r}{n}__" for n in signs for r in ("", "r")] + [
+        f"__{n}__" for n in ("lt", "le", "gt", "ge", "eq", "ne")
+    ]
     for name in (*names, "__xor__", "__neg__", "to"):
         if name in vars(Value):
             setattr(Value, name, _each(getattr(Value, name)))
@@ -414,6 +414,6 @@ def load(*modules: ModuleType, marks: Any = (), without: str = "", instead: str 
     of = [{calls[:n] for calls, took in marks if took is t for n in range(1, len(calls) + 1)} for t in (False, True)]
     _idle.clear()
     _idle.update(of[0] - of[1])
-    names = clocks.load(*modules, without=without, instead=instead, **_NAMES)
+    names = _load(*modules, without=without, instead=instead, **_NAMES)
     _follow()
     return names

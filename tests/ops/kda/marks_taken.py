@@ -30,7 +30,9 @@ class _Enough(Exception):
 
 @cache
 def _first_lines(path: str) -> dict[int, int]:
-    statements = (s for s in ast.walk(ast.parse(Path(path).read_text())) if isinstance(s, ast.stmt) and not hasattr(s, "body"))
+    statements = (
+        s for s in ast.walk(ast.parse(Path(path).read_text())) if isinstance(s, ast.stmt) and not hasattr(s, "body")
+    )
     return {i: s.lineno for s in statements for i in range(s.lineno, (s.end_lineno or s.lineno) + 1)}
 
 
@@ -81,5 +83,7 @@ def marks(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> 
     with knobs.runtime.scope(), knobs.compilation.scope():
         knobs.runtime.add_stages_inspection_hook, knobs.compilation.always_compile = stages_with, True
         with suppress(_Enough):
-            triton.compile(GluonASTSource(kernel, types, fixed), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+            triton.compile(
+                GluonASTSource(kernel, types, fixed), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+            )
     return found

@@ -47,7 +47,9 @@ def inputs(name: str) -> KDAInputs:
     return make_inputs(5, **HEADS | CASES[name]).to(dtype=torch.bfloat16)
 
 
-def on_the_cpu(x: KDAInputs, schedule: str, parts: bool, load: Any = on_cpu.load, **changes: str) -> tuple[Tensor, Tensor]:
+def on_the_cpu(
+    x: KDAInputs, schedule: str, parts: bool, load: Any = on_cpu.load, **changes: str
+) -> tuple[Tensor, Tensor]:
     kernels = load(*MODULES, **changes)
     assert isinstance(x.gate, BoundedGate)
     (B, T, H, _), HV, cu = x.q.shape, x.v.shape[2], x.options.get("cu_seqlens")

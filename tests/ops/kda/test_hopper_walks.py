@@ -151,9 +151,7 @@ def _off(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm() / want.norm().clamp(min=1e-30)).item()
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("which", ["replay", "reverse"])
-def test_compiles_for_sm90(which: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def signature() -> dict[str, str]:
     known = test_hopper._signature()
     half = known["v_desc"].replace("bf16", "fp16")
     more = {
@@ -166,9 +164,21 @@ def test_compiles_for_sm90(which: str, split: bool, monkeypatch: pytest.MonkeyPa
     }
     more |= dict.fromkeys(("s_desc", "ds_desc"), half.replace("[64, 64]", "[64, 128]"))
     more |= dict.fromkeys(("u_unit_ptr", "s_unit_ptr", "dd_unit_ptr", "ds_unit_ptr", "ds1_ptr", "ds0_ptr"), "*fp32")
-    monkeypatch.setattr(test_hopper, "_signature", lambda: known | more | {"saves": "i32", "tiles": "i32"})
+    return known | more | {"saves": "i32", "tiles": "i32"}
+
+
+def compiled(which: str, split: bool) -> tuple[Any, dict[str, Any]]:
+    """A kernel and its constants."""
     constants = {"STATE_IN": True, "VARLEN": True, "SPLIT": split} | ({"STATE_OUT": True} if which == "reverse" else {})
-    kernel = {"replay": replay.kda_replay_kernel, "reverse": reverse.kda_reverse_kernel}[which]
+    return {"replay": replay.kda_replay_kernel, "reverse": reverse.kda_reverse_kernel}[which], constants
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("which", ["replay", "reverse"])
+def test_compiles_for_sm90(which: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, constants = compiled(which, split)
+    known = signature()
+    monkeypatch.setattr(test_hopper, "_signature", lambda: known)
     counts, shared, remarks = test_hopper._compile(kernel, constants)
     assert counts["spill stores"] <= 16 and counts["spill loads"] <= 16, remarks
     assert shared <= 232448

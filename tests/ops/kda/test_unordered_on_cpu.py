@@ -16,6 +16,7 @@ if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
 import gluon_warps_on_cpu as warps
 import test_hopper
+import test_hopper_walks
 from marks_taken import Place, marks
 from test_hopper_on_cpu import HEADS, on_the_cpu
 
@@ -33,6 +34,7 @@ KERNELS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
         (kda_prepare_kernel, {"VARLEN": True, "NP": 64, "LAST_FIRST": False, "APART": True}),
         (kda_scan_kernel, {"VARLEN": True, "SPLIT": False}),
     ],
+    "walks": [test_hopper_walks.compiled(which, split) for which in ("replay", "reverse") for split in (False, True)],
 }
 PACKS: dict[str, dict[str, Any]] = {  # all of them packs, as what is compiled
     "short": {"lengths": (0, 1, 66, 130), "decay": "random"},
@@ -43,7 +45,8 @@ PACKS: dict[str, dict[str, Any]] = {  # all of them packs, as what is compiled
 
 @cache
 def marks_of(schedule: str) -> list[tuple[tuple[Place, ...], bool]]:
-    return [m for kernel, constants in KERNELS[schedule] for m in marks(kernel, test_hopper._signature(), constants)]
+    signature = test_hopper_walks.signature() if schedule == "walks" else test_hopper._signature()
+    return [m for kernel, constants in KERNELS[schedule] for m in marks(kernel, signature, constants)]
 
 
 def inputs(name: str) -> KDAInputs:
@@ -54,11 +57,18 @@ def under_the_law(name: str, schedule: str, **changes: str) -> tuple[torch.Tenso
     return on_the_cpu(inputs(name), schedule, True, partial(warps.load, marks=marks_of(schedule)), **changes)
 
 
-@pytest.mark.parametrize("schedule", KERNELS)
+@pytest.mark.parametrize("schedule", ["fused", "two_pass"])
 @pytest.mark.parametrize("name", PACKS)
 def test_what_is_left_out_orders_nothing(name: str, schedule: str) -> None:
     found, plain = under_the_law(name, schedule), on_the_cpu(inputs(name), schedule, True)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_nor_in_the_walks_of_the_backward(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_hopper_walks.on_cpu, "load", partial(warps.load, marks=marks_of("walks")))
+    test_hopper_walks.test_on_a_cpu(194, 1, test_hopper_walks.PACK, True, split)
+    test_hopper_walks.test_on_a_cpu(330, 1, None, False, split)
 
 
 BARRIER = "gl.thread_barrier()"
@@ -102,7 +112,9 @@ def test_every_mark_takes_a_barrier() -> None:
 
 def test_who_holds_an_element() -> None:
     """A row of the tile's warp; channels by warp; and a tile that both warps of a pair hold."""
-    real = {n: getattr(warps._language, n) for n in ("NVMMADistributedLayout", "BlockedLayout", "DistributedLinearLayout")}
+    real = {
+        n: getattr(warps._language, n) for n in ("NVMMADistributedLayout", "BlockedLayout", "DistributedLinearLayout")
+    }
 
     def again(layout: Any) -> Any:
         return real[type(layout).__name__](**{n: v for n, v in vars(layout).items() if n != "rank"})
