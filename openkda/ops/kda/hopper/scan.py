@@ -117,7 +117,6 @@ def _enter(s, inv, v_c, n, VALUES: gl.constexpr):
     if VALUES:
         if n < 64:
             _clean(v_c, n, 0.0)
-        unordered()
         v_max = gl.max(gl.abs(_values(v_c)), axis=1)
     else:
         v_max = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC_T))
