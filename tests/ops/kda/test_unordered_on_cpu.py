@@ -15,7 +15,9 @@ from openkda.ops.kda.hopper import TRITON_RELEASE, _triton_release
 if _triton_release() != TRITON_RELEASE:
     pytest.skip(f"Gluon of Triton {TRITON_RELEASE}", allow_module_level=True)
 import gluon_warps_on_cpu as warps
+import hopper_on_cpu
 import test_hopper
+import test_hopper_schedules_on_cpu
 import test_hopper_walks
 from marks_taken import Place, marks
 from test_hopper_on_cpu import HEADS, on_the_cpu
@@ -23,7 +25,7 @@ from test_hopper_on_cpu import HEADS, on_the_cpu
 from openkda.ops.kda.hopper.factors import FR, LPAIR, M3
 from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
-from openkda.ops.kda.hopper.scan import kda_scan_kernel
+from openkda.ops.kda.hopper.scan import kda_ends_kernel, kda_scan_kernel
 from openkda.ops.kda.hopper.unordered import leave_out
 from openkda.testing.inputs import KDAInputs, make_inputs
 
@@ -33,6 +35,12 @@ KERNELS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "two_pass": [
         (kda_prepare_kernel, {"VARLEN": True, "NP": 64, "LAST_FIRST": False, "APART": True}),
         (kda_scan_kernel, {"VARLEN": True, "SPLIT": False}),
+    ],
+    "segments": [
+        (kda_prepare_kernel, {"VARLEN": False, "NP": 64, "LAST_FIRST": True, "APART": True}),
+        (kda_prepare_kernel, {"VARLEN": False, "NP": 64, "LAST_FIRST": False, "APART": True}),
+        (kda_ends_kernel, {}),
+        *((kda_scan_kernel, {"VARLEN": False, "SPLIT": split}) for split in (False, True)),
     ],
     "walks": [test_hopper_walks.compiled(which, split) for which in ("replay", "reverse") for split in (False, True)],
 }
@@ -62,6 +70,14 @@ def under_the_law(name: str, schedule: str, **changes: str) -> tuple[torch.Tenso
 def test_what_is_left_out_orders_nothing(name: str, schedule: str) -> None:
     found, plain = under_the_law(name, schedule), on_the_cpu(inputs(name), schedule, True)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_nor_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_on_cpu.roles, "load", partial(warps.load, marks=marks_of("segments")))
+    monkeypatch.setattr(hopper_on_cpu, "_kernels", cache(hopper_on_cpu._kernels.__wrapped__))
+    x = make_inputs(5, **HEADS | {"T": 330, "HV": 2, "decay": "random"}).to(dtype=torch.bfloat16)
+    _, names = test_hopper_schedules_on_cpu.run(monkeypatch, x, ("segments", 3))
+    assert names == "prepare ends prepare merge scan"
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -140,4 +156,8 @@ def test_leave_out() -> None:
     for between in (store, "\tmbarrier.arrive.shared.b64 _, [%r4];", "$L__BB0_1:", "\t@%p1 bra $L__BB0_2;"):
         kept = text(store, MARK, between, barrier, store)
         assert leave_out(kept) == kept
+    of_all = text(MARK, "\tbar.sync \t0;", store)
+    assert leave_out(of_all) == of_all, (
+        "kernels without roles share functions with marks, and need some of those barriers"
+    )
     assert leave_out(text(MARK, barrier, barrier, store)) == text(MARK, barrier, store), "one each"

@@ -7,7 +7,7 @@ fused kernel went through 57 such barriers, 39 of them for nothing: 2.4 % of its
 
 `unordered()` stands before an access and says that the barrier put there orders nothing. It leaves a comment in the PTX, and
 `leave_out` takes the barrier behind that comment away. Without the hook a kernel is as right, and slower. That no byte goes
-from one warp to another at such a place is checked on a CPU, warp by warp (tests/ops/kda/gluon_clocks_on_cpu.py).
+from one warp to another at such a place is checked on a CPU, warp by warp (tests/ops/kda/gluon_warps_on_cpu.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 _MARK = "// openkda: unordered"
+# Of a role. `bar.sync 0;` of kernels without roles stays: kda_prepare_kernel goes through marks of functions that it shares
+# with the fused kernel, and one of those barriers also orders its columns before its scores.
 _BARRIER = re.compile(r"\s*bar\.sync\s+\d+, \d+;")
 _ACCESS = re.compile(
     r"(?<!fence\.proxy\.async\.)\bshared\b|ldmatrix|stmatrix|mbarrier|wgmma|cp\.async|\bbra\b|^\$L__BB"
