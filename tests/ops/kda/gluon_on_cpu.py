@@ -36,6 +36,8 @@ def _plain(x: Any) -> Any:
 class Value:
     """A tensor of the kernel, or a number known only when it runs."""
 
+    held: torch.Tensor | None = None  # which warps hold each element, where `gluon_warps_on_cpu.py` follows them
+
     def __init__(self, v: torch.Tensor) -> None:
         self.v = v
 
@@ -101,6 +103,8 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 class Pointer:
     """Offsets from the first element of a tensor."""
+
+    held: torch.Tensor | None = None  # as a value's
 
     def __init__(self, base: torch.Tensor, offset: Any = 0) -> None:
         self.base, self.offset = base, offset

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from functools import reduce
+from functools import cache, reduce
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -94,7 +94,7 @@ class _Order:
     def step(self) -> bool:
         """The next access; whether its barrier is left out."""
         self.now += 1
-        frame = sys._getframe(2)
+        frame: Any = sys._getframe(2)
         while _HERE not in frame.f_code.co_filename and frame.f_back is not None:
             frame = frame.f_back
         self.places.append(f"{frame.f_code.co_filename.rsplit('/')[-1]}:{frame.f_lineno}")
@@ -176,7 +176,8 @@ _idle: set[tuple[Place, ...]] = set()
 
 
 def _mark() -> None:
-    calls, frame = [], sys._getframe(1)
+    calls: list[Place] = []
+    frame: Any = sys._getframe(1)
     while frame is not None and _HERE in frame.f_code.co_filename:
         calls.append(place(frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
@@ -356,11 +357,9 @@ def _made(f: Any) -> Any:
     return of
 
 
+@cache
 def _follow() -> None:
     """Values and pointers know who holds their elements, from now on."""
-    if hasattr(Value, "held"):
-        return
-    Value.held = Pointer.held = None  # type: ignore[attr-defined]
     signs = ("add", "sub", "mul", "truediv", "and", "or", "mod", "rshift", "lshift", "floordiv")
     names = [f"__{r}{n}__" for n in signs for r in ("", "r")] + [
         f"__{n}__" for n in ("lt", "le", "gt", "ge", "eq", "ne")
@@ -391,10 +390,17 @@ def _full(f: Any) -> Any:
 
 
 _old = clocks._language
+
+
+def _join(a: Value, b: Value) -> Value:
+    h = _meet(a, b)
+    return _with(_old.join(a, b), None if h is None else torch.stack([h, h], -1))
+
+
 _language = SimpleNamespace(**vars(_old) | {
     "allocate_shared_memory": _allocate, "warp_specialize": _specialize, "thread_barrier": lambda: _order().barrier(),
     "convert_layout": _convert, "arange": _made(_old.arange), "full": _full(_old.full), "zeros": _full(_old.zeros),
-    "join": lambda a, b: _with(_old.join(a, b), torch.stack([_meet(a, b)] * 2, -1)),
+    "join": _join,
     "split": lambda x: tuple(_with(y, x.held[..., 0]) for y in _old.split(x)),
     "associative_scan": _along(_old.associative_scan, True), "load": _each(_old.load),
 } | {n: _along(getattr(_old, n)) for n in ("sum", "min", "max")}

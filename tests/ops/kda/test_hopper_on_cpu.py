@@ -33,7 +33,14 @@ from openkda.testing.compare import check_close, rel
 from openkda.testing.inputs import KDAInputs, make_inputs
 
 MODULES = (instructions, factors, apart, chains, state, prepare, scan, fused_factors, fused_state, forward)
-HEADS = {"H": 1, "K": 128, "gate": "bounded", "use_qk_l2norm": True, "use_beta_sigmoid": True, "unit_keys": False}
+HEADS: dict[str, Any] = {
+    "H": 1,
+    "K": 128,
+    "gate": "bounded",
+    "use_qk_l2norm": True,
+    "use_beta_sigmoid": True,
+    "unit_keys": False,
+}
 CASES: dict[str, dict[str, Any]] = {
     "partial": {"T": 150, "decay": "random"},
     "grouped": {"T": 70, "HV": 2, "decay": "slow"},
