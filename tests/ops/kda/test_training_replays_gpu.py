@@ -205,9 +205,13 @@ def test_at_the_same_addresses_calls_are_graphs(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Graphs, "launch", counted)
     forget()
     x, fresh = inputs(7, **CASES[name]), inputs(8, **CASES[name])
-    for _ in range(TIMES + 4):
+    # Memory of something dropped earlier that is collected meanwhile moves the next call's: it takes as many calls as it takes.
+    for _ in range(8 * TIMES):
+        before = launched[0]
         gradients(x)
-    assert launched[0] >= 2
+        if launched[0] == before + 2:
+            break
+    assert launched[0] == before + 2
     with torch.no_grad():
         for a, b in zip(x.tensors().values(), fresh.tensors().values(), strict=True):
             a.copy_(b)
@@ -248,7 +252,7 @@ def test_another_thread_may_capture_meanwhile(monkeypatch: pytest.MonkeyPatch) -
                     gradients(y)  # memory of that stream: torch cannot ask for more while someone captures
                 warm.set()
                 captures.wait(60)
-                for _ in range(graphs.TIMES + 4):
+                for _ in range(8 * graphs.TIMES):
                     gradients(y)
                 forget()
         finally:
