@@ -76,12 +76,12 @@ def of_commit(name: str, rows: dict[str, Row]) -> str:
     about = result(name)["about"]
     parts = [about["device"], f"torch {about['torch']}", f"triton {about['triton']}"]
     parts += [f"{label} {about[key]}" for label, key in PEERS.items() if about.get(key)]
-    older = [
-        f"{label.strip()} of {r['commit']}"
-        for label, r in rows.items()
-        if r.get("commit", about["commit"]) != about["commit"]
-    ]
-    return f"{', '.join(parts)}; commit {about['commit']}{''.join(f'; {text}' for text in older)}.\n\n"
+    older: dict[str, list[str]] = {}
+    for label, r in rows.items():
+        if r.get("commit", about["commit"]) != about["commit"]:
+            older.setdefault(r["commit"], []).append(label.strip())
+    rest = "".join(f"; of {commit}: {', '.join(labels)}" for commit, labels in older.items())
+    return f"{', '.join(parts)}; commit {about['commit']}{rest}.\n\n"
 
 
 PEERS = {"fla-core": "fla-core", "cudnn-frontend": "nvidia-cudnn-frontend"}
