@@ -22,6 +22,7 @@ import test_hopper_walks
 from marks_taken import Place, marks
 from test_hopper_on_cpu import HEADS, on_the_cpu
 
+from openkda.ops.kda.hopper import unordered
 from openkda.ops.kda.hopper.factors import FR, LPAIR, M3
 from openkda.ops.kda.hopper.forward import kda_forward_kernel
 from openkda.ops.kda.hopper.prepare import kda_prepare_kernel
@@ -161,3 +162,19 @@ def test_leave_out() -> None:
         "kernels without roles share functions with marks, and need some of those barriers"
     )
     assert leave_out(text(MARK, barrier, barrier, store)) == text(MARK, barrier, store), "one each"
+
+
+def test_stages_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks at Triton's stages before this package is imported still does, and another backend has no PTX."""
+    from triton import knobs
+
+    seen: list[Any] = []
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *given: seen.append(given))
+    unordered._install()
+    ptx = "\n".join([MARK, "\tbar.sync \t2, 128;", "\tst.shared.b32 [%r2], %r3;"])
+    stages: dict[str, Any] = {"ptx": lambda source, metadata: ptx + source}
+    hook: Any = knobs.runtime.add_stages_inspection_hook
+    hook("backend", stages, {"num_warps": 4}, "gluon", 90)
+    assert seen == [("backend", stages, {"num_warps": 4}, "gluon", 90)]
+    assert stages["ptx"]("!", {}) == leave_out(ptx) + "!" != ptx + "!"
+    hook("backend", {"amdgcn": None}, {}, "triton", None)
