@@ -19,7 +19,8 @@ from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_MARK = "// openkda: unordered"  # part of a kernel's key in Triton's cache, as what follows is not: change both together
+# The mark is part of a kernel's key in Triton's cache, the patterns behind it are not: they change together.
+_MARK = "// openkda: unordered"
 # Of a role. `bar.sync 0;` of kernels without roles stays: kda_prepare_kernel goes through marks of functions that it shares
 # with the fused kernel, and one of those barriers also orders its columns before its scores.
 _BARRIER = re.compile(r"\s*bar\.sync\s+\d+, \d+;")
