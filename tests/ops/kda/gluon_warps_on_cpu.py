@@ -13,7 +13,8 @@ copy is an access by the first warp, a warp-group product reads with all warps u
 value all who hold it are taken to write.
 
 What the engine or another role has written is ordered by mbarriers: those are the clocks' affair. Not seen: paths that no input
-took, accesses of global memory, fences, and memory that Triton gives to two buffers one after the other, its scratch included.
+took, accesses of global memory, fences, and memory that Triton gives to two buffers one after the other. Its scratch memory
+counts as one buffer of its own.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class _Order:
         assert self.scratch <= self.behind or self.scratch >= self.marked_at, (
             f"no barrier between two exchanges: {self.places[self.scratch]}, then {self.places[-1]}"
         )
-        self.behind = self.scratch = self.now
+        self.behind, self.scratch = self.now - 1, self.now  # read behind the barrier inside
 
     def arrives(self, barrier: Any, announces: bool) -> None:
         self.step()

@@ -52,6 +52,7 @@ from openkda.ops.kda.hopper.schedule import (
     slots,
     windows,
 )
+from openkda.ops.kda.hopper.unordered import install
 from openkda.ops.kda.triton.launch import plans as portable_plans
 from openkda.ops.kda.triton.launch import readable
 from openkda.ops.triton.api import as_taken, compile_ahead, enter, first_of_kind, note, plan, planning
@@ -253,6 +254,7 @@ def _launch(
     key = (id(kernel), index, "launch_pdl" in options, sizes, constants, *traits)
     before = len(descriptors) + len(pointers) + len(sizes)
     if planning.jobs is not None:
+        install()
         arguments = (*descriptors, *pointers, *sizes, *as_taken(kernel, before, numbers), *constants)
         plan(key, kernel, arguments, **(_OPTIONS | options))
         return
@@ -261,6 +263,7 @@ def _launch(
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         numbers = as_taken(kernel, before, numbers)
+        install()
         ready = kernel[grid](*descriptors, *pointers, *sizes, *numbers, *constants, **(_OPTIONS | options))
         _compiled[key] = ready
     else:
