@@ -18,10 +18,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from openkda.ops.kda.hopper.unordered import behind_marks
+from openkda.ops.kda.hopper.unordered import MARK, behind_marks
 
 Place = tuple[str, int]
-_MARK = "// openkda: unordered $0"
 
 
 class _Enough(Exception):
@@ -64,9 +63,9 @@ def marks(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> 
     def numbered(llir: str) -> str:
         def number(mark: re.Match[str]) -> str:
             calls.append(_calls(llir, mark[2]))
-            return mark[0].replace(_MARK, f"{_MARK} {len(calls) - 1}.")
+            return mark[0].replace(MARK.value, f"{MARK.value} {len(calls) - 1}.")
 
-        return re.sub(rf"({re.escape(_MARK)}).*?!dbg !(\d+)$", number, llir, flags=re.M)
+        return re.sub(rf"({re.escape(MARK.value)}).*?!dbg !(\d+)$", number, llir, flags=re.M)
 
     def watched(ptx: str) -> None:
         lines = ptx.split("\n")

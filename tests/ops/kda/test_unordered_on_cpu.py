@@ -178,9 +178,8 @@ def test_stages_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     hook("backend", {"amdgcn": None}, {}, "triton", None)
     unordered.install()
     assert knobs.runtime.add_stages_inspection_hook is hook
-    monkeypatch.setattr(
-        knobs.runtime, "add_stages_inspection_hook", None
-    )  # as behind a scope that the first import was in
+    # As behind a scope that the first import was in.
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
     unordered.install()
     assert knobs.runtime.add_stages_inspection_hook is not None
 

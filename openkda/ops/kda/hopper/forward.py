@@ -15,8 +15,9 @@ Four warpgroups in a row, each on its own chunk, and three stages of shared memo
     states    c        two warpgroups: R, U, O, S; every other chunk one of them inverts L
     engine    c+3      g, k, q, as soon as the states have left the stage of c
 
-The roles wait for one another at mbarriers: ready (gates to scores), kq_ready and lm_ready (scores to states), t_ready (the
-half that inverted to the other), free (states to gates). Registers: ptxas gives each role its own number.
+The roles wait for one another at mbarriers: ready (gates to scores), kq_ready (scores to states, and to gates, whose notes on
+the chunk before the last it frees), lm_ready (scores to states), t_ready (the half that inverted to the other), free (states to
+gates). Registers: ptxas gives each role its own number.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def kda_forward_kernel(
     STATE_IN: gl.constexpr, STATE_OUT: gl.constexpr, VARLEN: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     """AGAIN: behind a launch without: once more the chains that had tiles of near keys, which apart.py treats; all other
-    chunks come out with the same bits. Where there is none it costs 10 us, and 14 where gates stand before states below, for
-    its code has to come from memory; in one kernel with the first walk 2, but that then takes 2.3 % longer."""
+    chunks come out with the same bits. Where there is none it costs 10 to 14 us, and 4 more where gates stand before states
+    below, for its code has to come from memory; in one kernel with the first walk 2, but that then takes 1.4 % longer."""
     if AGAIN:
         if marked(ranks_ptr, gl.program_id(0), chains, gl.num_programs(0)) < chains:
             walk(

@@ -50,9 +50,8 @@ from openkda.ops.kda.hopper.factors import (
 from openkda.ops.kda.hopper.instructions import LOG2E, _ex2, _rate, _rcp, _rsqrt, wait_for_the_kernel_before
 from openkda.ops.kda.hopper.unordered import unordered
 
-DRAW = gl.constexpr(
-    5
-)  # chunks before its end that a chain's successor is drawn; known one chunk later, needed two later
+# Chunks before its end that a chain's successor is drawn; known one chunk later, needed two later.
+DRAW = gl.constexpr(5)
 SW = gl.constexpr(32)  # channels a step: 16 decays a thread
 LBS = gl.constexpr(_sum_operand(32))
 
@@ -213,9 +212,8 @@ def gate_partition(
                 unordered()
                 mbarrier.wait(free.index(st), phase ^ 1)
                 fetch(descs, stages, full, st, row0 + c * 64, hv, groups, True)
-            other, turned = next_stage(
-                st, phase ^ 1
-            )  # of the chunk two before: scores are done with what it handed over
+            # Of the chunk two before: scores are done with what it handed over.
+            other, turned = next_stage(st, phase ^ 1)
             unordered()
             mbarrier.wait(kq_ready.index(other), turned)
             mbarrier.wait(qk_full.index(st), phase)

@@ -23,6 +23,7 @@ from openkda.ops.kda.hopper.state import (
     S128,
     _output,
     _row_scale,
+    _send_for,
     _values,
     _write_output,
 )
@@ -117,11 +118,7 @@ def fused_state_partition(
                 ar = gl.convert_layout(r.to(gl.float16), A_T)
                 gl.thread_barrier()
                 mbarrier.arrive(kt_read.index(0), count=1)
-                more = c + 1 < chunks
-                unordered()
-                mbarrier.expect(v_full.index(0), 8192, pred=more)
-                unordered()
-                tma.async_copy_global_to_shared(v_desc, [row0 + (c + 1) * 64, col0], v_full.index(0), v_s, pred=more)
+                _send_for(v_desc, v_full.index(0), v_s, row0 + (c + 1) * 64, col0, c + 1 < chunks)
                 mbarrier.wait(t_ready.index(st), phase)
                 u = warpgroup_mma(ar, tm_s.index(1).permute((1, 0)), zero, use_acc=False, is_async=True)
                 u = warpgroup_mma_wait(0, deps=[u])

@@ -31,6 +31,7 @@ from openkda.ops.kda.hopper.state import (
     ACC_S,
     ACC_T,
     S128,
+    _send_for,
     _state_offsets,
     _values,
     _write_output,
@@ -58,10 +59,7 @@ def row_scale(m):
 def fetch(desc, full, tiles, row, col0, i, pred):
     """The i-th tile on its way; three go round."""
     f = i % 3
-    unordered()
-    mbarrier.expect(full.index(f), 8192, pred=pred)
-    unordered()
-    tma.async_copy_global_to_shared(desc, [row, col0], full.index(f), tiles.index(f), pred=pred)
+    _send_for(desc, full.index(f), tiles.index(f), row, col0, pred)
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ from openkda.ops.kda.hopper.state import (  # fmt: skip
     S128,
     _output,
     _row_scale,
+    _send_for,
     _state_offsets,
     _values,
     _write_output,
@@ -128,10 +129,7 @@ def _enter(s, inv, v_c, n, VALUES: gl.constexpr):
 @gluon.jit
 def _fetch_values(v_desc, v_full, v_s, row, col0, b, pred):
     f = b & 3
-    unordered()
-    mbarrier.expect(v_full.index(f), 8192, pred=pred)
-    unordered()
-    tma.async_copy_global_to_shared(v_desc, [row, col0], v_full.index(f), v_s.index(f), pred=pred)
+    _send_for(v_desc, v_full.index(f), v_s.index(f), row, col0, pred)
 
 
 @gluon.jit
@@ -183,8 +181,11 @@ def scan_partition(
                     v_p.permute((1, 0)).store(out)
                     _write_output(o_desc, o_ptr, v_p, row0 + (c - 1) * 64, col0, 64, HV)
             r, a = warpgroup_mma_wait(0, deps=[r, a])
-            unordered()
-            r = _values(v_c) * gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None] - r if VALUES else -r
+            if VALUES:
+                unordered()
+                r = _values(v_c) * gl.convert_layout(sc, gl.SliceLayout(1, ACC_T))[:, None] - r
+            else:
+                r = -r
             ar = gl.convert_layout(r.to(gl.float16), A_T)
             mbarrier.wait(tm_ready.index(st), phase)
             u = warpgroup_mma(ar, tt_s.index(st).permute((1, 0)), zero, use_acc=False, is_async=True)

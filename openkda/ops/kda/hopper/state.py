@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from openkda.ops.kda.hopper.factors import LROW
+from openkda.ops.kda.hopper.unordered import unordered
 
 ACC_T = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 ACC_S = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -32,6 +33,15 @@ def _row_scale(s, v_max, inv_old):
     e = (m.to(gl.int32, bitcast=True) >> 23) & 255
     e = gl.minimum(gl.maximum(e, 80), 190)
     return ((261 - e) << 23).to(gl.float32, bitcast=True), ((e - 7) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _send_for(desc, full, tile, row, col0, pred):
+    """Of 64 tokens 64 channels, to a tile whose last reader a barrier of the source has waited for."""
+    unordered()
+    mbarrier.expect(full, 8192, pred=pred)
+    unordered()
+    tma.async_copy_global_to_shared(desc, [row, col0], full, tile, pred=pred)
 
 
 @gluon.jit

@@ -22,7 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 # The mark is part of a kernel's key in Triton's cache, the patterns behind it are not: they change together.
-_MARK = "// openkda: unordered"
+MARK = gl.constexpr("// openkda: unordered $0")
+_MARK = MARK.value.removesuffix(" $0")
 # Of kernels with roles. `bar.sync 0;` of others stays: kda_prepare_kernel goes through marks of functions that it shares with
 # the fused kernel, and one of those barriers also orders its columns before its scores.
 _BARRIER = re.compile(r"\s*bar\.sync\s+\d+, \d+;")
@@ -34,9 +35,7 @@ _ACCESS = re.compile(
 @gluon.jit
 def unordered():
     """The barrier before the next access to shared memory orders nothing."""
-    gl.inline_asm_elementwise(
-        "// openkda: unordered $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    gl.inline_asm_elementwise(MARK, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def behind_marks(lines: list[str]) -> dict[int, int | None]:
